@@ -62,6 +62,7 @@ docs: model ## Regenerate the lists of settings, metrics and chart values, the d
 	$(CARGO) build --locked --workspace --bins
 	BATON_WRITE_DOCS=1 $(CARGO) test --locked -p telemetry --test telemetry metrics_page
 	BATON_WRITE_DOCS=1 $(CARGO) test --locked -p integration-tests --test docs
+	BATON_WRITE_DOCS=1 $(CARGO) test --locked -p router --lib the_page_lists_every_field_of_another_server
 	deploy/dashboards.py helm/baton/files/dashboards
 	deploy/chart-tools.sh
 	deploy/chart-schema.py $(TARGET)/chart/python $(TARGET)/debug >helm/baton/values.schema.json.tmp

@@ -4,6 +4,7 @@
 mod completion;
 mod error;
 mod fields;
+mod foreign_fields;
 mod generate;
 mod grammar_fields;
 mod info;

@@ -455,6 +455,22 @@ async fn client_stop_token_is_reported_and_adds_no_text() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     let tokens = encode(ANSWER);
     let body = completion(json!({"stop_token_ids": [tokens[3]]}));
+#[tokio::test]
+async fn tool_results_need_no_id_and_an_empty_stop_is_none() {
+    const TEMPLATE: &str = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}";
+    let cluster = Cluster::start_with_template(TEMPLATE, ANSWER).await;
+    let body = json!({"messages": [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": null, "refusal": "I cannot look it up."},
+        {"role": "tool", "content": "sunny"},
+    ], "max_tokens": 2, "stop": "", "return_token_ids": true});
+    let answer = cluster.client.post("/v1/chat/completions", &body).await.json();
+    let ids: Vec<u32> = serde_json::from_value(answer["prompt_token_ids"].clone()).unwrap();
+    let prompt = model_text().tokenizer().decode(&ids, false);
+    let expected = "user: Weather?\nassistant: I cannot look it up.\ntool: sunny\n";
+    assert_eq!(prompt, expected, "{answer}");
+}
+
     let answer = cluster.client.post("/v1/completions", &body).await.json();
     let choice = &answer["choices"][0];
     assert_eq!(choice["text"], model_text().tokenizer().decode(&tokens[..3], true));

@@ -20,29 +20,29 @@ pub(crate) enum BodyError {
     NotUtf8 { offset: usize },
     #[error("the body is not valid JSON: {reason} (line {line}, column {column})")]
     NotJson { reason: String, line: usize, column: usize },
-    #[error("the body begins with a byte order mark (U+FEFF); allowed: a JSON object without it")]
-    ByteOrderMark,
     #[error("the body is empty; allowed: a JSON object")]
     Empty,
 }
 
 /// The top-level fields of a request.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct RequestFields<'a> {
     by_name: HashMap<String, &'a RawValue>,
+    /// Fields that the client gave by a name of another server: the router's name, and the
+    /// client's.
+    renamed: Vec<(&'static str, &'static str)>,
     /// Names that were read; a test compares them with the OpenAPI document.
     #[cfg(test)]
-    pub asked: std::sync::Mutex<std::collections::BTreeSet<String>>,
+    pub asked: std::sync::Arc<std::sync::Mutex<std::collections::BTreeSet<String>>>,
 }
 
 impl<'a> RequestFields<'a> {
-    /// Parses a body. The last value of a repeated field counts, as in most JSON parsers.
+    /// Parses a body, which may begin with a byte order mark. The last value of a repeated field
+    /// counts, as in most JSON parsers.
     pub(super) fn parse(body: &'a [u8]) -> Result<Self, BodyError> {
         let text = std::str::from_utf8(body)
             .map_err(|error| BodyError::NotUtf8 { offset: error.valid_up_to() })?;
-        if text.starts_with('\u{feff}') {
-            return Err(BodyError::ByteOrderMark);
-        }
+        let text = text.strip_prefix('\u{feff}').unwrap_or(text);
         if text.trim_ascii().is_empty() {
             return Err(BodyError::Empty);
         }
@@ -52,6 +52,7 @@ impl<'a> RequestFields<'a> {
         })?;
         Ok(Self {
             by_name,
+            renamed: Vec::new(),
             #[cfg(test)]
             asked: Default::default(),
         })
@@ -62,6 +63,32 @@ impl<'a> RequestFields<'a> {
         #[cfg(test)]
         self.asked.lock().unwrap().insert(name.to_owned());
         self.by_name.get(name).map(|raw| raw.get()).filter(|&text| text != "null")
+    }
+
+    /// Gives the field `theirs` the router's name. With the value `unset` the field counts as absent.
+    pub(super) fn rename(
+        &mut self,
+        theirs: &'static str,
+        ours: &'static str,
+        unset: Option<&str>,
+    ) -> Result<(), FieldError> {
+        let Some(text) = self.raw(theirs).filter(|text| Some(*text) != unset) else {
+            return Ok(());
+        };
+        if self.by_name.get(ours).is_some_and(|raw| raw.get() != "null" && raw.get() != text) {
+            let problem = format!("is given together with {ours}; allowed: one of them");
+            return Err(FieldError::new(theirs, problem));
+        }
+        if let Some(value) = self.by_name.remove(theirs) {
+            self.by_name.insert(ours.to_owned(), value);
+            self.renamed.push((ours, theirs));
+        }
+        Ok(())
+    }
+
+    /// Returns the name by which the client gave a field of the router.
+    pub(super) fn clients_name<'n>(&self, ours: &'n str) -> &'n str {
+        self.renamed.iter().find(|(name, _)| *name == ours).map_or(ours, |(_, theirs)| theirs)
     }
 
     /// Parses the field as any type; `allowed` ends the sentence "allowed: ...".
@@ -121,14 +148,24 @@ impl<'a> RequestFields<'a> {
     }
 
     /// Rejects an unsupported field unless the field is absent, `null`, or one of `neutral` (as
-    /// JSON text).
-    pub(super) fn unsupported(&self, name: &str, neutral: &[&str]) -> Result<(), FieldError> {
+    /// JSON text). `instead` names the field to use, if there is one.
+    pub(super) fn unsupported(
+        &self,
+        name: &str,
+        neutral: &[&str],
+        instead: &str,
+    ) -> Result<(), FieldError> {
         let value = |text| serde_json::from_str::<Value>(text).ok();
         let is_neutral = |text| neutral.iter().any(|neutral| value(text) == value(neutral));
         match self.raw(name) {
             // The value may be a part of the prompt.
             Some(text) if !is_neutral(text) => {
-                Err(FieldError::new(name, "is not supported; leave it out"))
+                let advice = if instead.is_empty() {
+                    "leave it out".into()
+                } else {
+                    format!("use {instead}")
+                };
+                Err(FieldError::new(name, format!("is not supported; {advice}")))
             }
             _ => Ok(()),
         }
@@ -263,11 +300,11 @@ mod tests {
     #[test]
     fn unsupported_fields_are_rejected_unless_neutral() {
         with(r#"{"echo": true, "n": 1, "suffix": null, "beam": false}"#, |fields| {
-            assert!(fields.unsupported("echo", &["false"]).is_err());
-            assert!(fields.unsupported("suffix", &[]).is_ok());
-            assert!(fields.unsupported("beam", &["false"]).is_ok());
-            assert!(fields.unsupported("n", &["1.0", "1"]).is_ok());
-            assert!(fields.unsupported("absent", &[]).is_ok());
+            assert!(fields.unsupported("echo", &["false"], "").is_err());
+            assert!(fields.unsupported("suffix", &[], "").is_ok());
+            assert!(fields.unsupported("beam", &["false"], "").is_ok());
+            assert!(fields.unsupported("n", &["1.0", "1"], "").is_ok());
+            assert!(fields.unsupported("absent", &[], "").is_ok());
         });
     }
 }

@@ -111,7 +111,8 @@ fn regex(
 fn guided_json(fields: &RequestFields<'_>) -> Result<Option<RequestedGrammar>, FieldError> {
     const NAME: &str = "guided_json";
     let Some(text) = fields.raw(NAME) else { return Ok(None) };
-    Ok(Some(RequestedGrammar::new(NAME, schema_or_its_text(NAME, text)?)))
+    let schema = schema_or_its_text(NAME, text)?;
+    Ok(Some(RequestedGrammar::new(fields.clients_name(NAME), schema)))
 }
 
 fn guided_choice(fields: &RequestFields<'_>) -> Result<Option<RequestedGrammar>, FieldError> {
@@ -131,8 +132,9 @@ fn choice(name: &str, texts: &[String]) -> Result<Grammar, FieldError> {
 
 fn guided_grammar(fields: &RequestFields<'_>) -> Result<Option<RequestedGrammar>, FieldError> {
     const NAME: &str = "guided_grammar";
-    let grammar = fields.string(NAME)?;
-    Ok(grammar.map(|grammar| RequestedGrammar::new(NAME, Grammar::ContextFree(grammar))))
+    let field = fields.clients_name(NAME);
+    let grammar = fields.string(NAME)?.map(Grammar::ContextFree);
+    Ok(grammar.map(|grammar| RequestedGrammar::new(field, grammar)))
 }
 
 fn structured_outputs(fields: &RequestFields<'_>) -> Result<Option<RequestedGrammar>, FieldError> {

@@ -28,7 +28,7 @@ pub(super) use self::{
     blocks::BlockEvent,
     error::{MessagesError, with_format},
     reply::{MessageBody, MessageEvent},
-    request::{read_counted, read_messages, unsupported},
+    request::{MESSAGES_UNSUPPORTED, OWN_FIELDS, read_counted, read_messages},
 };
 use self::{
     reply::{MessageProgress, MessageStream, WholeMessage},

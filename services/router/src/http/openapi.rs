@@ -491,7 +491,7 @@ mod tests {
             responses::read_fields(fields).unwrap();
         });
         let refuse_others = |fields: &RequestFields<'_>| {
-            POOLING_UNSUPPORTED.iter().for_each(|name| fields.unsupported(name, &[]).unwrap());
+            POOLING_UNSUPPORTED.iter().for_each(|name| fields.unsupported(name, &[], "").unwrap());
         };
         is_described("EmbeddingRequest", &[r#"{"input": "hi"}"#], |fields| {
             refuse_others(fields);

@@ -104,7 +104,7 @@ impl GenerationApi for PoolingApi {
         fields: &RequestFields<'_>,
         model: &ServedModel,
     ) -> Result<(GenerationFields, PooledReply), ApiError> {
-        POOLING_UNSUPPORTED.iter().try_for_each(|name| fields.unsupported(name, &[]))?;
+        POOLING_UNSUPPORTED.iter().try_for_each(|name| fields.unsupported(name, &[], ""))?;
         let (prompts, pooling, reply) = match self {
             Self::Embeddings => read_embeddings(fields, model)?,
             Self::Rerank => read_rerank(fields, model)?,

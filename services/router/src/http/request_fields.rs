@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use serde::Deserialize;
 use serde_json::{Map, Value, json, value::RawValue};
 
-use super::{fields::RequestFields, grammar_fields};
+use super::{fields::RequestFields, foreign_fields::read_with_foreign_fields, grammar_fields};
 use router_core::RequestSession;
 
 use crate::{
@@ -48,34 +48,6 @@ pub(super) struct Delivery {
 /// An unsupported field, with the values (as JSON) that disable it.
 pub(super) type Unsupported = (&'static str, &'static [&'static str]);
 
-/// Unsupported fields of other servers that would change the answer, in every request. The router
-/// rejects other values than the listed ones instead of ignoring them.
-pub(super) const UNSUPPORTED: [Unsupported; 22] = [
-    ("bad_words", &["[]"]),
-    ("allowed_token_ids", &["[]"]),
-    ("use_beam_search", &["false"]),
-    ("length_penalty", &["1", "1.0"]),
-    ("logprob_token_ids", &["[]"]),
-    ("truncate_prompt_tokens", &[]),
-    ("return_tokens_as_token_ids", &["false"]),
-    ("prompt_embeds", &[]),
-    ("thinking_token_budget", &["-1"]),
-    // Fields of llama.cpp, SGLang, Ollama and text-generation-inference.
-    ("grammar", &["\"\""]),
-    ("ebnf", &["\"\""]),
-    ("json_schema", &["{}"]),
-    ("structural_tag", &[]),
-    ("format", &["\"\""]),
-    ("repeat_penalty", &["1", "1.0"]),
-    ("mirostat", &["0"]),
-    ("typical_p", &["1", "1.0"]),
-    ("dry_multiplier", &["0", "0.0"]),
-    ("xtc_probability", &["0", "0.0"]),
-    ("stop_sequences", &["[]"]),
-    ("max_new_tokens", &[]),
-    ("n_predict", &["-1"]),
-];
-
 /// Returns the model that a request names.
 pub(super) fn named_model(
     fields: &RequestFields<'_>,
@@ -89,7 +61,7 @@ pub(super) fn check_unsupported(
     fields: &RequestFields<'_>,
     all: &[Unsupported],
 ) -> Result<(), FieldError> {
-    all.iter().try_for_each(|(name, neutral)| fields.unsupported(name, neutral))
+    all.iter().try_for_each(|(name, neutral)| fields.unsupported(name, neutral, ""))
 }
 
 pub(super) fn delivery(fields: &RequestFields<'_>) -> Result<Delivery, FieldError> {
@@ -166,11 +138,12 @@ pub(super) fn options(fields: &RequestFields<'_>) -> Result<Options, FieldError>
     })
 }
 
-/// Reads `stop`: a string or a list of strings. The text stream checks their number and lengths.
+/// Reads `stop`: a string or a list of strings. The empty string is none. The text stream checks
+/// their number and lengths.
 fn stop(fields: &RequestFields<'_>) -> Result<Vec<String>, FieldError> {
     let allowed = "a string or a list of strings";
     match fields.raw("stop") {
-        None => Ok(Vec::new()),
+        None | Some("\"\"") => Ok(Vec::new()),
         Some(text) if text.starts_with('"') => Ok(vec![parse_field("stop", text, allowed)?]),
         Some(text) => parse_field("stop", text, allowed),
     }
@@ -254,7 +227,10 @@ pub(super) const COMPLETION_UNSUPPORTED: [Unsupported; 1] = [("suffix", &["\"\""
 pub(super) fn read_chat(
     fields: &RequestFields<'_>,
 ) -> Result<(GenerationFields, Delivery), FieldError> {
-    check_unsupported(fields, &UNSUPPORTED)?;
+    read_with_foreign_fields(fields, &[], read_own_chat)
+}
+
+fn read_own_chat(fields: &RequestFields<'_>) -> Result<(GenerationFields, Delivery), FieldError> {
     check_unsupported(fields, &CHAT_UNSUPPORTED)?;
     let mut options = options(fields)?;
     let delivery = delivery(fields)?;
@@ -266,7 +242,7 @@ pub(super) fn read_chat(
     options.max_tokens = length.and_then(LengthLimit::tokens);
     let max_tokens_name = match max_completion_tokens {
         Some(_) => "max_completion_tokens",
-        None => "max_tokens",
+        None => fields.clients_name("max_tokens"),
     };
     let wants_logprobs = fields.boolean("logprobs")?.unwrap_or(false);
     let top_logprobs = fields.count("top_logprobs", LOGPROBS)?;
@@ -316,7 +292,7 @@ pub(super) fn chat_source(
             "is true; allowed: only with add_generation_prompt false or left out",
         ));
     }
-    fields.unsupported("add_special_tokens", &["false"])?;
+    fields.unsupported("add_special_tokens", &["false"], "")?;
     Ok(ChatSource {
         field: "messages",
         messages,
@@ -371,7 +347,12 @@ pub(super) fn template_kwargs(
 pub(super) fn read_completion(
     fields: &RequestFields<'_>,
 ) -> Result<(GenerationFields, Delivery), FieldError> {
-    check_unsupported(fields, &UNSUPPORTED)?;
+    read_with_foreign_fields(fields, &[], read_own_completion)
+}
+
+fn read_own_completion(
+    fields: &RequestFields<'_>,
+) -> Result<(GenerationFields, Delivery), FieldError> {
     check_unsupported(fields, &COMPLETION_UNSUPPORTED)?;
     let add_special_tokens = fields.boolean("add_special_tokens")?.unwrap_or(true);
     let source = |prompt| match prompt {
@@ -395,7 +376,7 @@ pub(super) fn read_completion(
             _ => DefaultLength::Tokens(COMPLETION_TOKENS_DEFAULT),
         },
         prompt_only: max_tokens == Some(LengthLimit::PromptOnly),
-        max_tokens_name: "max_tokens",
+        max_tokens_name: fields.clients_name("max_tokens"),
         tools: None,
     };
     Ok((parsed, delivery))
@@ -471,38 +452,12 @@ mod tests {
     #[test]
     fn stop_is_a_string_or_a_list() {
         with(r#"{"stop": "a"}"#, |fields| assert_eq!(stop(fields), Ok(vec!["a".into()])));
+        with(r#"{"stop": ""}"#, |fields| assert_eq!(stop(fields), Ok(vec![])));
         with(r#"{"stop": ["a", "b"]}"#, |fields| assert_eq!(stop(fields).unwrap().len(), 2));
         with(r#"{"stop": [1, 2]}"#, |fields| {
             let said = stop(fields).unwrap_err().to_string();
             assert_eq!(said, "stop is [1, 2]; allowed: a string or a list of strings");
         });
-    }
-
-    #[test]
-    fn fields_of_other_servers_are_rejected_unless_disabled() {
-        with(r#"{"use_beam_search": false, "unheard_of": 7}"#, |fields| {
-            assert_eq!(check_unsupported(fields, &UNSUPPORTED), Ok(()));
-        });
-        with(r#"{"repeat_penalty": 1, "mirostat": 0, "stop_sequences": []}"#, |fields| {
-            assert_eq!(check_unsupported(fields, &UNSUPPORTED), Ok(()));
-        });
-        for (body, name) in [
-            (r#"{"use_beam_search": true}"#, "use_beam_search"),
-            (r#"{"json_schema": {"type": "object"}}"#, "json_schema"),
-            (r#"{"grammar": "root ::= \"zzz\""}"#, "grammar"),
-            (r#"{"ebnf": "root ::= \"zzz\""}"#, "ebnf"),
-            (r#"{"format": "json"}"#, "format"),
-            (r#"{"repeat_penalty": 1.5}"#, "repeat_penalty"),
-            (r#"{"mirostat": 2}"#, "mirostat"),
-            (r#"{"typical_p": 0.5}"#, "typical_p"),
-            (r#"{"stop_sequences": ["."]}"#, "stop_sequences"),
-            (r#"{"max_new_tokens": 2}"#, "max_new_tokens"),
-        ] {
-            with(body, |fields| {
-                let said = check_unsupported(fields, &UNSUPPORTED).unwrap_err().to_string();
-                assert_eq!(said, format!("{name} is not supported; leave it out"));
-            });
-        }
     }
 
     #[test]

@@ -46,8 +46,8 @@ use crate::{
 use items::{Transcript, input_items};
 use object::{DeletedResponse, InputItems, RequestEcho, ResponseObject, ResponseStatus};
 use reply::{ReplyContext, ResponseBuilder, ResponseEvents, WholeResponse};
-pub(super) use request::RESPONSES_UNSUPPORTED;
 use request::ResponseRequest;
+pub(super) use request::{OWN_FIELDS, RESPONSES_UNSUPPORTED};
 
 const PREVIOUS: &str = "previous_response_id";
 const ID_PREFIX: &str = "resp_";

@@ -9,7 +9,8 @@ use super::{conversation::Conversation, object};
 use crate::{
     http::{
         fields::RequestFields,
-        request_fields::{UNSUPPORTED, Unsupported, options, template_variables},
+        foreign_fields::read_with_foreign_fields,
+        request_fields::{Unsupported, check_unsupported, options, template_variables},
     },
     request::{
         error::{FieldError, invalid_value, parse_field},
@@ -32,7 +33,7 @@ const SCHEMA: &str = "output_config.format.schema";
 const BUDGET_TOKENS_MIN: u64 = 1024;
 
 /// Unsupported fields of Anthropic's API that would change the answer, or where it is computed.
-const MESSAGES_UNSUPPORTED: [Unsupported; 7] = [
+pub(in crate::http) const MESSAGES_UNSUPPORTED: [Unsupported; 7] = [
     ("echo", &["false"]),
     ("prompt_logprobs", &[]),
     ("container", &[]),
@@ -50,10 +51,8 @@ const MESSAGES_UNSUPPORTED: [Unsupported; 7] = [
     ),
 ];
 
-/// Returns the unsupported fields, with the values that disable them.
-pub(in crate::http) fn unsupported() -> impl Iterator<Item = &'static Unsupported> {
-    UNSUPPORTED.iter().filter(|(name, _)| *name != STOP_SEQUENCES).chain(&MESSAGES_UNSUPPORTED)
-}
+/// Fields of other servers that are Anthropic's as well.
+pub(in crate::http) const OWN_FIELDS: [&str; 1] = [STOP_SEQUENCES];
 
 /// Fields of a body that decide how the reply is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,7 +68,13 @@ pub(in crate::http) struct MessageFields {
 pub(in crate::http) fn read_messages(
     fields: &RequestFields<'_>,
 ) -> Result<(GenerationFields, MessageFields), FieldError> {
-    check_unsupported(fields)?;
+    read_with_foreign_fields(fields, &OWN_FIELDS, read_own_messages)
+}
+
+fn read_own_messages(
+    fields: &RequestFields<'_>,
+) -> Result<(GenerationFields, MessageFields), FieldError> {
+    check_unsupported(fields, &MESSAGES_UNSUPPORTED)?;
     check_ignored(fields)?;
     let Some(max_tokens) = fields.count(MAX_TOKENS, TOKENS)? else {
         let problem = format!("is missing; allowed: a whole number from 1 to {}", TOKENS.end());
@@ -111,15 +116,13 @@ pub(in crate::http) fn read_messages(
 pub(in crate::http) fn read_counted(
     fields: &RequestFields<'_>,
 ) -> Result<PromptSource, FieldError> {
-    check_unsupported(fields)?;
-    let output = OutputConfig::read(fields)?;
-    let thinking = Thinking::read(fields, None)?;
-    let tools = tools(fields)?;
-    chat_source(fields, tools.as_ref(), &output, thinking).map(PromptSource::Chat)
-}
-
-fn check_unsupported(fields: &RequestFields<'_>) -> Result<(), FieldError> {
-    unsupported().try_for_each(|(name, neutral)| fields.unsupported(name, neutral))
+    read_with_foreign_fields(fields, &OWN_FIELDS, |fields| {
+        check_unsupported(fields, &MESSAGES_UNSUPPORTED)?;
+        let output = OutputConfig::read(fields)?;
+        let thinking = Thinking::read(fields, None)?;
+        let tools = tools(fields)?;
+        chat_source(fields, tools.as_ref(), &output, thinking).map(PromptSource::Chat)
+    })
 }
 
 /// Checks the fields that have no effect on the answer.

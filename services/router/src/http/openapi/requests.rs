@@ -10,10 +10,11 @@ use serde_json::{Map, Value, json};
 use super::messages::{MessagesCountRequest, MessagesRequest};
 use crate::{
     http::{
-        messages::unsupported as messages_unsupported,
+        foreign_fields::{Treatment, foreign_fields},
+        messages::{self, MESSAGES_UNSUPPORTED},
         pooling::{POOLING_UNSUPPORTED, TEXTS_MAX},
-        request_fields::{CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED, UNSUPPORTED, Unsupported},
-        responses::RESPONSES_UNSUPPORTED,
+        request_fields::{CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED, Unsupported},
+        responses::{self, RESPONSES_UNSUPPORTED},
     },
     request::{
         options::{
@@ -41,26 +42,35 @@ pub(super) fn schemas() -> Map<String, Value> {
     generator.subschema_for::<TokenizeRequest>();
     generator.subschema_for::<DetokenizeRequest>();
     let mut schemas = generator.take_definitions(true);
-    let messages_unsupported: Vec<Unsupported> = messages_unsupported().copied().collect();
-    let unsupported: [(&str, &[Unsupported]); 8] = [
-        ("ChatCompletionRequest", &UNSUPPORTED),
-        ("ChatCompletionRequest", &CHAT_UNSUPPORTED),
-        ("CompletionRequest", &UNSUPPORTED),
-        ("CompletionRequest", &COMPLETION_UNSUPPORTED),
-        ("MessagesRequest", &messages_unsupported),
-        ("MessagesCountRequest", &messages_unsupported),
-        ("ResponsesRequest", &UNSUPPORTED),
-        ("ResponsesRequest", &RESPONSES_UNSUPPORTED),
+    let requests: [(&str, &[Unsupported], &[&str]); 5] = [
+        ("ChatCompletionRequest", &CHAT_UNSUPPORTED, &[]),
+        ("CompletionRequest", &COMPLETION_UNSUPPORTED, &[]),
+        ("MessagesRequest", &MESSAGES_UNSUPPORTED, &messages::OWN_FIELDS),
+        ("MessagesCountRequest", &MESSAGES_UNSUPPORTED, &messages::OWN_FIELDS),
+        ("ResponsesRequest", &RESPONSES_UNSUPPORTED, &responses::OWN_FIELDS),
     ];
-    for (request, fields) in unsupported {
-        for (name, disabling) in fields {
-            let disabling = disabling.iter().chain(&["null"]);
-            let mut values: Vec<Value> =
-                disabling.filter_map(|text| serde_json::from_str(text).ok()).collect();
-            // JSON does not distinguish 1 from 1.0.
-            values.dedup_by(|one, other| one.is_number() && one.as_f64() == other.as_f64());
-            schemas[request]["properties"][*name] =
-                json!({"enum": values, "description": "Not supported: other values are rejected."});
+    for (request, unsupported, own) in requests {
+        let properties = &mut schemas[request]["properties"];
+        for (name, neutral) in unsupported {
+            properties[*name] = unsupported_field(neutral, "");
+        }
+        for foreign in foreign_fields(own) {
+            properties[foreign.name] = match foreign.treatment {
+                Treatment::SameAs { field, unset } => {
+                    let same = properties.get(field).cloned().unwrap_or_else(|| json!({}));
+                    let unset = unset.and_then(|text| serde_json::from_str::<Value>(text).ok());
+                    let about = format!("Of {}: same as `{field}`.", foreign.servers);
+                    match unset {
+                        None => json!({"description": about, "allOf": [same]}),
+                        Some(unset) => {
+                            json!({"description": about, "anyOf": [same, {"const": unset}]})
+                        }
+                    }
+                }
+                Treatment::Rejected { neutral, .. } => {
+                    unsupported_field(neutral, &format!("Of {}. ", foreign.servers))
+                }
+            };
         }
     }
     for request in ["EmbeddingRequest", "RerankRequest", "ScoreRequest"] {
@@ -70,6 +80,17 @@ pub(super) fn schemas() -> Map<String, Value> {
         }
     }
     schemas
+}
+
+/// Returns the schema of a field that is rejected unless it has one of the values (as JSON).
+/// `about` begins the description.
+fn unsupported_field(neutral: &[&str], about: &str) -> Value {
+    let texts = neutral.iter().chain(&["null"]);
+    let mut values: Vec<Value> = texts.filter_map(|text| serde_json::from_str(text).ok()).collect();
+    // JSON does not distinguish 1 from 1.0.
+    values.dedup_by(|one, other| one.is_number() && one.as_f64() == other.as_f64());
+    let about = format!("{about}Not supported: other values are rejected.");
+    json!({"enum": values, "description": about})
 }
 
 /// Returns an example of a valid request.
@@ -204,7 +225,7 @@ struct StreamOptions {
 #[schemars(inline)]
 #[serde(untagged)]
 enum Stop {
-    One(#[schemars(length(min = 1, max = text::STOP_STRING_BYTES_MAX))] String),
+    One(#[schemars(length(max = text::STOP_STRING_BYTES_MAX))] String),
     Many(
         #[schemars(
             length(max = text::STOP_STRINGS_MAX),

@@ -8,8 +8,9 @@ use super::object::{ReasoningEcho, RequestEcho};
 use crate::{
     http::{
         fields::RequestFields,
+        foreign_fields::read_with_foreign_fields,
         grammar_fields::object,
-        request_fields::{UNSUPPORTED, Unsupported, check_unsupported, options},
+        request_fields::{Unsupported, check_unsupported, options},
     },
     request::{
         error::{FieldError, invalid_value, parse_field},
@@ -58,6 +59,9 @@ pub(in crate::http) const RESPONSES_UNSUPPORTED: [Unsupported; 14] = [
     ("max_tokens", &[]),
 ];
 
+/// Fields of other servers that are OpenAI's as well.
+pub(in crate::http) const OWN_FIELDS: [&str; 1] = ["max_output_tokens"];
+
 /// Fields of a request, besides those of sampling.
 #[derive(Debug)]
 pub(super) struct ResponseRequest {
@@ -75,7 +79,10 @@ pub(super) struct ResponseRequest {
 
 impl ResponseRequest {
     pub(super) fn read(fields: &RequestFields<'_>) -> Result<Self, FieldError> {
-        check_unsupported(fields, &UNSUPPORTED)?;
+        read_with_foreign_fields(fields, &OWN_FIELDS, Self::read_own)
+    }
+
+    fn read_own(fields: &RequestFields<'_>) -> Result<Self, FieldError> {
         check_unsupported(fields, &RESPONSES_UNSUPPORTED)?;
         let allowed = "a string, or a list of items";
         let input = fields
