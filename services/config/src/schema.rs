@@ -10,9 +10,9 @@ use crate::{
     section::section,
     types::{
         Auto, ByteSize, CpuList, Device, Disaggregate, Dtype, EtcdPrefix, Isa, LoadFormat,
-        LogFormat, ModelPath, NodePolicy, NodeUrl, Pair, Password, ReasoningFormatName, Secret,
-        ServerUrl, SpecialTokensInContent, Speculate, TierAdmission, ToolFormatName, Transport,
-        WeightPlace,
+        LogFormat, ModelPath, NodePolicy, NodeUrl, Origin, Pair, Password, ReasoningFormatName,
+        Secret, ServerUrl, SpecialTokensInContent, Speculate, TierAdmission, ToolFormatName,
+        Transport, WeightPlace,
     },
 };
 
@@ -122,6 +122,10 @@ section! {
         /// Additional model names, each as ALIAS=NAME.
         aliases: Vec<Pair> = Vec::new(),
             "Aliases serve clients with a built-in model name.";
+        /// Origins of the web pages that may read responses of router.http in a browser (CORS), such as
+        /// https://chat.example.com; * allows all.
+        cors_origins: Vec<Origin> = Vec::new(),
+            "Empty means all origins where clients need API keys, and otherwise pages of the router's machine: the pages of a visitor's browser could use a router without keys.";
         /// Node that prefills a prompt. auto: a prefill node or the decode node, whichever costs
         /// clients less time by prediction. always: a prefill node, if one is eligible. never: the
         /// decode node.

@@ -6,8 +6,8 @@ use serde_json::{Value as Json, json};
 use toml::de::DeValue;
 
 use crate::types::{
-    Auto, ByteSize, CpuList, EtcdPrefix, GrpcUrl, ModelPath, NodeUrl, Pair, Password, Secret,
-    ServerUrl, format_duration, parse_duration,
+    Auto, ByteSize, CpuList, EtcdPrefix, GrpcUrl, ModelPath, NodeUrl, Origin, Pair, Password,
+    Secret, ServerUrl, format_duration, parse_duration,
 };
 
 /// A type that a setting can have.
@@ -120,6 +120,8 @@ values! {
     GrpcUrl: "URL", "host:port or http://host:port", Self::parse, url("(http://)?");
     NodeUrl: "URL", "host:port, http://host:port, or dns:host:port for a node at each address of the host",
         Self::parse, url("(dns:|http://)?");
+    Origin: "URL", "scheme://host or scheme://host:port, or * for any", Self::parse,
+        pattern(r"^(\*|[A-Za-z0-9-]+://[A-Za-z0-9.:_\[\]-]+/?)$");
     CpuList: "CPUS", "CPU numbers below 8192 and ranges of them such as 0-3,8, no CPU twice", Self::parse,
         pattern("^[0-9]+(-[0-9]+)?( *, *[0-9]+(-[0-9]+)?)*$");
     Pair: "NAME=VALUE", "NAME=VALUE", Self::parse, pattern("^[^=]+=.+$");

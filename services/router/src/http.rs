@@ -58,6 +58,7 @@ use tokenize::{detokenize, tokenize};
 pub(crate) const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// Deadline of the whole answer, in milliseconds from the arrival of the request.
 const X_BATON_DEADLINE_MS: HeaderName = HeaderName::from_static("x-baton-deadline-ms");
+use pages::AllowedOrigins;
 /// With value `1` the last chunk contains statistics of the hand-over between nodes.
 const X_BATON_STATS: HeaderName = HeaderName::from_static("x-baton-stats");
 /// Old name of [`X_BATON_STATS`], accepted until the next minor version.
@@ -73,7 +74,8 @@ pub(crate) fn routes(front: Arc<Front>, metrics: Metrics, started: u64) -> Route
         router = router.route(path, only(methods, handler));
     }
     let keys = front.keys.clone();
-    let pages = middleware::from_fn_with_state(keys.is_some(), pages::allow_pages);
+    let origins = AllowedOrigins::new(&front.settings.router.cors_origins, keys.is_some());
+    let pages = middleware::from_fn_with_state(origins, pages::allow_pages);
     let router = router.fallback(async |uri: Uri| no_such_path(&uri)).with_state(front);
     with_keys(router, keys)
         .layer(pages)

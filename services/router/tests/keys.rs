@@ -126,6 +126,31 @@ async fn preflight(client: &Client, origin: &str) -> http::Response<hyper::body:
 }
 
 #[tokio::test]
+async fn only_pages_of_the_listed_origins_may_read_responses() {
+    let (_folder, mut keyed) = with_keys(&[("a", "alpha", "")]);
+    let mut open = settings();
+    for settings in [&mut keyed, &mut open] {
+        settings.router.cors_origins =
+            config::Origin::parse("https://a.example").into_iter().collect();
+    }
+    let keyed = Cluster::start_with(keyed, 0, 1, ANSWER).await;
+    let open = Cluster::start_with(open, 0, 1, ANSWER).await;
+    for cluster in [&keyed, &open] {
+        let listed = preflight(&cluster.client, "https://a.example").await;
+        assert_eq!(listed.status(), 204);
+        assert_eq!(listed.headers()["access-control-allow-origin"], "https://a.example");
+        for origin in ["https://b.example", "http://a.example", "http://localhost:3000"] {
+            let other = preflight(&cluster.client, origin).await;
+            assert!(!other.headers().contains_key("access-control-allow-origin"), "{origin}");
+        }
+    }
+    let mut any = settings();
+    any.router.cors_origins = config::Origin::parse("*").into_iter().collect();
+    let any = Cluster::start_with(any, 0, 1, ANSWER).await;
+    assert_eq!(preflight(&any.client, "https://b.example").await.status(), 204);
+}
+
+#[tokio::test]
 async fn web_pages_may_call_the_api_with_a_key_or_from_the_routers_machine() {
     let (_folder, settings) = with_keys(&[("a", "alpha", "")]);
     let keyed = Cluster::start_with(settings, 0, 1, ANSWER).await;

@@ -1,26 +1,60 @@
 //! Web pages as clients (CORS): which pages of another origin a browser lets read the responses.
 //!
-//! A page needs an API key like every client. On a router without keys any page could use the
-//! models of its visitor's machine, so there only pages that this machine serves are allowed.
+//! `router.cors_origins` lists the origins. Without it, a page needs an API key like every client.
+//! On a router without keys any page could use the models of its visitor's machine, so there only
+//! pages that this machine serves are allowed.
+
+use std::sync::Arc;
 
 use axum::{
     extract::{Request, State},
     middleware::Next,
     response::{IntoResponse, Response},
 };
+use config::Origin;
 use http::{HeaderValue, Method, StatusCode, Uri, header};
 
 /// Time in seconds for which a browser remembers the response to a preflight request.
 const PREFLIGHT_MAX_AGE_S: u32 = 600;
 
+/// Origins whose pages may read responses.
+#[derive(Clone)]
+pub(super) enum AllowedOrigins {
+    Any,
+    Loopback,
+    Listed(Arc<[Origin]>),
+}
+
+impl AllowedOrigins {
+    /// Returns the origins of the setting. `needs_keys`: whether clients need API keys.
+    pub(super) fn new(origins: &[Origin], needs_keys: bool) -> Self {
+        match origins {
+            [] if needs_keys => Self::Any,
+            [] => Self::Loopback,
+            listed if listed.iter().any(Origin::is_any) => Self::Any,
+            listed => Self::Listed(listed.into()),
+        }
+    }
+
+    fn contain(&self, origin: &HeaderValue) -> bool {
+        match self {
+            Self::Any => true,
+            Self::Loopback => is_loopback(origin),
+            Self::Listed(listed) => {
+                listed.iter().any(|it| it.as_str().as_bytes() == origin.as_bytes())
+            }
+        }
+    }
+}
+
 /// Answers preflight requests of allowed origins, and allows these origins to read the responses.
 pub(super) async fn allow_pages(
-    State(needs_keys): State<bool>,
+    State(origins): State<AllowedOrigins>,
     request: Request,
     next: Next,
 ) -> Response {
     let headers = request.headers();
-    let origin = headers.get(header::ORIGIN).filter(|it| needs_keys || is_loopback(it)).cloned();
+    let origin = headers.get(header::ORIGIN).filter(|it| origins.contain(it)).cloned();
     let Some(origin) = origin else { return next.run(request).await };
     let is_preflight = request.method() == Method::OPTIONS
         && headers.contains_key(header::ACCESS_CONTROL_REQUEST_METHOD);
