@@ -60,6 +60,10 @@ pub struct UpArgs {
     /// [default: that of the configuration, otherwise smollm2-135m]
     #[arg(long)]
     model: Option<String>,
+    /// File with a Jinja chat template that replaces the model's own template. [default: that of
+    /// the configuration, otherwise the model's own]
+    #[arg(long, value_name = "FILE", conflicts_with = "no_router")]
+    chat_template: Option<PathBuf>,
     /// Number of prefill nodes. With 0 the decode nodes prefill the prompts.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=i64::from(NODES_MAX)))]
     prefill: u32,

@@ -35,6 +35,27 @@ fn nodes_advertise_the_address_on_which_they_listen() {
 }
 
 #[test]
+fn chat_template_of_the_flag_reaches_the_services() {
+    let folder = tempfile::tempdir().unwrap();
+    write_script(folder.path(), "baton-prefill-node", "exec sleep 600");
+    let say = "echo \"renders $BATON_MODEL_CHAT_TEMPLATE\"; exit 3";
+    write_script(folder.path(), "baton-decode-node", say);
+    write_script(folder.path(), "baton-router", "exit 0");
+    let mut up = Command::new(env!("CARGO_BIN_EXE_baton"));
+    up.args(["up", "--chat-template", "/chat.jinja", "--http", "127.0.0.1:0"])
+        .args(["--grpc", "127.0.0.1:0", "--bin-dir"])
+        .arg(folder.path())
+        .arg("--model")
+        // The scripts do not read the model.
+        .arg(folder.path().join("baton-decode-node"))
+        .env("BATON_MODEL_CHAT_TEMPLATE", "/other.jinja")
+        .stdin(Stdio::null());
+    let output = up.output().unwrap();
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(error.contains("renders /chat.jinja"), "{error}");
+}
+
+#[test]
 fn the_first_node_that_fails_ends_the_start_of_the_others() {
     let folder = tempfile::tempdir().unwrap();
     write_script(folder.path(), "baton-prefill-node", "exec sleep 600");

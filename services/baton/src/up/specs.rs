@@ -74,6 +74,10 @@ impl ChildSettings {
         );
         for (name, value) in [
             ("BATON_CLUSTER_ETCD", args.etcd.clone()),
+            (
+                "BATON_MODEL_CHAT_TEMPLATE",
+                args.chat_template.as_ref().map(|it| it.display().to_string()),
+            ),
             ("BATON_NODE_TP", args.tp.map(|tp| tp.to_string())),
             ("BATON_MODEL_DTYPE", args.dtype.clone()),
             ("BATON_MODEL_LOAD_FORMAT", args.load_format.clone()),
