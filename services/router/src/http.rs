@@ -18,7 +18,13 @@ mod streams;
 mod tokenize;
 mod wire;
 
-use std::{ops::Deref, pin::pin, sync::Arc, time::Duration};
+use std::{
+    io::{self, Write as _},
+    ops::Deref,
+    pin::pin,
+    sync::Arc,
+    time::Duration,
+};
 
 use axum::{
     Router,
@@ -29,6 +35,7 @@ use axum::{
     routing::{self, MethodRouter},
 };
 use bytes::{Bytes, BytesMut};
+use flate2::write::MultiGzDecoder;
 use http::{
     Extensions, HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, header, request::Parts,
 };
@@ -51,6 +58,7 @@ use crate::{
 };
 use completion::{chat_completions, completions};
 pub(crate) use error::ApiError;
+use pages::AllowedOrigins;
 pub(crate) use streams::ResumableStreams;
 use streams::X_BATON_RESUME;
 use tokenize::{detokenize, tokenize};
@@ -58,7 +66,6 @@ use tokenize::{detokenize, tokenize};
 pub(crate) const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// Deadline of the whole answer, in milliseconds from the arrival of the request.
 const X_BATON_DEADLINE_MS: HeaderName = HeaderName::from_static("x-baton-deadline-ms");
-use pages::AllowedOrigins;
 /// With value `1` the last chunk contains statistics of the hand-over between nodes.
 const X_BATON_STATS: HeaderName = HeaderName::from_static("x-baton-stats");
 /// Old name of [`X_BATON_STATS`], accepted until the next minor version.
@@ -71,7 +78,12 @@ pub(crate) const BODY_COUNTS_AFTER: Duration = Duration::from_secs(1);
 pub(crate) fn routes(front: Arc<Front>, metrics: Metrics, started: u64) -> Router {
     let mut router = Router::new();
     for Route { path, methods, handler } in table(metrics, started) {
-        router = router.route(path, only(methods, handler));
+        let handler = only(methods, handler);
+        // A parameter with slashes takes the slash at the end.
+        if !path.contains("{*") {
+            router = router.route(&format!("{path}/"), handler.clone());
+        }
+        router = router.route(path, handler);
     }
     let keys = front.keys.clone();
     let origins = AllowedOrigins::new(&front.settings.router.cors_origins, keys.is_some());
@@ -97,7 +109,8 @@ async fn authenticate(
     mut request: Request,
     next: Next,
 ) -> Response {
-    if matches!(request.uri().path(), "/live" | "/ready" | "/health") {
+    let path = request.uri().path();
+    if matches!(path.strip_suffix('/').unwrap_or(path), "/live" | "/ready" | "/health" | "/ping") {
         return next.run(request).await;
     }
     match keys.authenticate(&mut request) {
@@ -153,6 +166,12 @@ fn table(metrics: Metrics, started: u64) -> Vec<Route> {
             routing::get(move |state, id, caller| info::model(state, id, caller, started)),
         ),
         get("/health", routing::get(info::health)),
+        Route {
+            path: "/ping",
+            methods: "GET, POST",
+            handler: routing::get(info::health).post(info::health),
+        },
+        get("/version", routing::get(info::version)),
         get("/ready", routing::get(info::ready)),
         get("/live", routing::get(info::live)),
         get(
@@ -299,6 +318,8 @@ pub(crate) fn echo(client_label: Option<&str>, request_id: RequestId) -> HeaderV
 pub(crate) struct ReadBody {
     content: BytesMut,
     reserved: ReservedBytes,
+    /// Maximum size of the content in bytes.
+    limit: u64,
 }
 
 impl Deref for ReadBody {
@@ -310,9 +331,9 @@ impl Deref for ReadBody {
 }
 
 impl ReadBody {
-    fn extend(&mut self, data: &[u8], limit: u64) -> Result<(), ApiError> {
-        if (self.content.len() + data.len()) as u64 > limit {
-            return Err(ApiError::body_too_large(limit));
+    fn extend(&mut self, data: &[u8]) -> Result<(), ApiError> {
+        if (self.content.len() + data.len()) as u64 > self.limit {
+            return Err(ApiError::body_too_large(self.limit));
         }
         self.reserved.add(data.len()).map_err(RequestError::from)?;
         self.content.extend_from_slice(data);
@@ -320,19 +341,95 @@ impl ReadBody {
     }
 }
 
-/// Rejects a body that is compressed or whose content type is not JSON. A web page can make a
-/// browser post forms and plain text to a router on the loopback interface, but not JSON unless its
-/// domain resolves to that interface or [`pages`] allows its origin.
-fn check_body_headers(headers: &HeaderMap) -> Result<(), ApiError> {
+/// Writer of a decompressed body. The limits hold for what it writes, so that a small body cannot
+/// take more memory than a large one.
+struct DecompressedBody {
+    body: ReadBody,
+    /// The error that ended the decompression.
+    refused: Option<ApiError>,
+}
+
+impl io::Write for DecompressedBody {
+    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+        match self.body.extend(data) {
+            Ok(()) => Ok(data.len()),
+            Err(error) => {
+                self.refused = Some(error);
+                Err(io::Error::other("the body is refused"))
+            }
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Receiver of a body in its encoding.
+enum BodyReader {
+    Plain(ReadBody),
+    Gzip(Box<MultiGzDecoder<DecompressedBody>>),
+}
+
+impl BodyReader {
+    fn new(body: ReadBody, is_gzip: bool) -> Self {
+        match is_gzip {
+            true => {
+                Self::Gzip(Box::new(MultiGzDecoder::new(DecompressedBody { body, refused: None })))
+            }
+            false => Self::Plain(body),
+        }
+    }
+
+    fn extend(&mut self, data: &[u8]) -> Result<(), ApiError> {
+        match self {
+            Self::Plain(body) => body.extend(data),
+            Self::Gzip(decoder) => decoder
+                .write_all(data)
+                .map_err(|error| refused_by(decoder.get_mut().refused.take(), &error)),
+        }
+    }
+
+    fn finish(self) -> Result<ReadBody, ApiError> {
+        match self {
+            Self::Plain(body) => Ok(body),
+            Self::Gzip(mut decoder) => {
+                let finished = decoder.try_finish();
+                let refused = decoder.get_mut().refused.take();
+                finished.map_err(|error| refused_by(refused, &error))?;
+                decoder.finish().map(|whole| whole.body).map_err(|error| refused_by(None, &error))
+            }
+        }
+    }
+}
+
+/// Returns the error of a body that cannot be decompressed.
+fn refused_by(refused: Option<ApiError>, error: &io::Error) -> ApiError {
+    refused.unwrap_or_else(|| {
+        let message = format!("cannot decompress the body: {error}; expected gzip");
+        ApiError::invalid(StatusCode::BAD_REQUEST, "body_broken", message)
+    })
+}
+
+/// Rejects a body in another encoding than gzip, or whose content type is not JSON. Returns whether
+/// the body is compressed. A web page can make a browser post forms and plain text to a router on
+/// the loopback interface, but not JSON unless its domain resolves to that interface or [`pages`]
+/// allows its origin.
+fn check_body_headers(headers: &HeaderMap) -> Result<bool, ApiError> {
     let shown = |value: &HeaderValue| String::from_utf8_lossy(value.as_bytes()).into_owned();
+    let mut is_gzip = false;
     for encoding in headers.get_all(header::CONTENT_ENCODING) {
-        if !encoding.as_bytes().eq_ignore_ascii_case(b"identity") {
-            let allowed = "identity, or no content-encoding";
-            return Err(ApiError::unsupported_body(
-                "content-encoding",
-                Some(&shown(encoding)),
-                allowed,
-            ));
+        match encoding.as_bytes().to_ascii_lowercase().as_slice() {
+            b"identity" => {}
+            b"gzip" | b"x-gzip" if !is_gzip => is_gzip = true,
+            _ => {
+                let allowed = "gzip, identity, or no content-encoding";
+                return Err(ApiError::unsupported_body(
+                    "content-encoding",
+                    Some(&shown(encoding)),
+                    allowed,
+                ));
+            }
         }
     }
     let content_type = headers.get(header::CONTENT_TYPE).map(shown);
@@ -340,7 +437,7 @@ fn check_body_headers(headers: &HeaderMap) -> Result<(), ApiError> {
         let allowed = "application/json";
         return Err(ApiError::unsupported_body("content-type", content_type.as_deref(), allowed));
     }
-    Ok(())
+    Ok(is_gzip)
 }
 
 /// Returns whether the type is `application/json` or `application/*+json`, with or without
@@ -374,7 +471,7 @@ async fn read_body(
     body: Body,
     caller: &Caller,
 ) -> Result<ReadBody, ApiError> {
-    check_body_headers(headers)?;
+    let is_gzip = check_body_headers(headers)?;
     let limit = front.settings.router.body_bytes_max.bytes();
     let announced = headers
         .get(header::CONTENT_LENGTH)
@@ -384,7 +481,8 @@ async fn read_body(
     }
     let mut body = TimedBody::new(body, front.settings.request_read_max);
     let reserved = front.bodies.reserve(caller.flow(None));
-    let mut whole = ReadBody { content: BytesMut::new(), reserved };
+    let mut whole =
+        BodyReader::new(ReadBody { content: BytesMut::new(), reserved, limit }, is_gzip);
     while let Some(frame) = body.frame().await {
         let frame = frame.map_err(|error| match error.downcast_ref::<Status>() {
             Some(late) => ApiError::body_timeout(late.message()),
@@ -394,9 +492,9 @@ async fn read_body(
             }
         })?;
         let Ok(data) = frame.into_data() else { continue };
-        whole.extend(&data, limit)?;
+        whole.extend(&data)?;
     }
-    Ok(whole)
+    whole.finish()
 }
 
 /// Parses a body as each endpoint does and discards the result. Fuzz targets call this without a

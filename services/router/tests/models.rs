@@ -305,3 +305,32 @@ async fn generation_config_supplies_default_sampling_options() {
     while stream.message().await.unwrap().is_some() {}
     assert_eq!(numbers(last()), (0.25, 7, 0.75, 0.125, 1.5));
 }
+
+#[tokio::test]
+async fn paths_may_end_with_a_slash() {
+    let cluster = two_models().await;
+    for path in ["/v1/models/", "/v1/models/other/", "/health/", "/live/", "/version/", "/ping/"] {
+        let answer = cluster.client.get(path).await;
+        assert_eq!((answer.status.as_u16(), path), (200, path), "{answer:?}");
+    }
+    let body = json!({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2});
+    for path in ["/v1/chat/completions/", "/v1/messages/"] {
+        assert_eq!(cluster.client.post(path, &body).await.status, 200, "{path}");
+    }
+    let wrong = cluster.client.get("/v1/completions/").await;
+    assert_eq!((wrong.status.as_u16(), &wrong.headers["allow"]), (405, &"POST".parse().unwrap()));
+    assert_eq!(cluster.client.get("/v1/completions//").await.status, 404);
+}
+
+#[tokio::test]
+async fn version_and_ping_are_those_of_vllm() {
+    let cluster = two_models().await;
+    let version = cluster.client.get("/version").await.json();
+    assert_eq!(version, json!({"version": env!("CARGO_PKG_VERSION")}));
+    let health = cluster.client.get("/health").await;
+    for answer in
+        [cluster.client.get("/ping").await, cluster.client.post("/ping", &json!({})).await]
+    {
+        assert_eq!((answer.status, answer.json()), (health.status, health.json()));
+    }
+}

@@ -414,11 +414,14 @@ async fn a_stop_string_ends_the_answer_and_the_node_is_told() {
     for stream in [false, true] {
         let body = chat(json!({"stop": ["nowhere", "capital of"], "stream": stream,
             "stream_options": if stream { json!({"include_usage": true}) } else { json!(null) }}));
-        let (text, usage, finish, stop) = if stream {
+        let (text, usage, finish, stop, matched) = if stream {
             let chunks = cluster.client.stream("/v1/chat/completions", &body).await.chunks().await;
             let end = chunks[chunks.len() - 2]["choices"][0].clone();
             let usage = chunks.last().unwrap()["usage"].clone();
-            (text_of(&chunks, 0), usage, end["finish_reason"].clone(), end["stop_reason"].clone())
+            let field = |name: &str| end[name].clone();
+            let [finish, stop, matched] =
+                ["finish_reason", "stop_reason", "matched_stop"].map(field);
+            (text_of(&chunks, 0), usage, finish, stop, matched)
         } else {
             let answer = cluster.client.post("/v1/chat/completions", &body).await.json();
             let choice = answer["choices"][0].clone();
@@ -427,10 +430,12 @@ async fn a_stop_string_ends_the_answer_and_the_node_is_told() {
                 answer["usage"].clone(),
                 choice["finish_reason"].clone(),
                 choice["stop_reason"].clone(),
+                choice["matched_stop"].clone(),
             )
         };
         assert_eq!(text, " Paris is the ");
         assert_eq!((finish, stop), (json!("stop"), json!("capital of")));
+        assert_eq!(matched, "capital of");
         // Usage counts the tokens up to the one that completed the stop string.
         assert_eq!(usage["completion_tokens"], encode(" Paris is the capital of").len());
     }
@@ -451,11 +456,6 @@ async fn a_stop_string_can_be_part_of_the_answer_and_waits_for_the_least_tokens(
 }
 
 #[tokio::test]
-async fn client_stop_token_is_reported_and_adds_no_text() {
-    let cluster = Cluster::start(1, 1, ANSWER).await;
-    let tokens = encode(ANSWER);
-    let body = completion(json!({"stop_token_ids": [tokens[3]]}));
-#[tokio::test]
 async fn tool_results_need_no_id_and_an_empty_stop_is_none() {
     const TEMPLATE: &str = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}";
     let cluster = Cluster::start_with_template(TEMPLATE, ANSWER).await;
@@ -471,6 +471,11 @@ async fn tool_results_need_no_id_and_an_empty_stop_is_none() {
     assert_eq!(prompt, expected, "{answer}");
 }
 
+#[tokio::test]
+async fn client_stop_token_is_reported_and_adds_no_text() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    let tokens = encode(ANSWER);
+    let body = completion(json!({"stop_token_ids": [tokens[3]]}));
     let answer = cluster.client.post("/v1/completions", &body).await.json();
     let choice = &answer["choices"][0];
     assert_eq!(choice["text"], model_text().tokenizer().decode(&tokens[..3], true));

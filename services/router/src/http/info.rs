@@ -1,4 +1,4 @@
-//! `/v1/models`, `/health`, `/ready`, `/live` and `/metrics`.
+//! `/v1/models`, `/health`, `/ready`, `/live`, `/version` and `/metrics`.
 
 use std::sync::Arc;
 
@@ -39,7 +39,7 @@ pub(super) async fn model(
     extensions: Extensions,
     started: u64,
 ) -> Response {
-    match front.models.find(Some(&id), &caller_of(&extensions)) {
+    match front.models.find(Some(id.strip_suffix('/').unwrap_or(&id)), &caller_of(&extensions)) {
         Ok(named) => Json(card(&front, named, started)).into_response(),
         Err(error) => ApiError::from(error).into_response(),
     }
@@ -55,6 +55,16 @@ fn card(front: &Front, named: NamedModel, started: u64) -> ModelCard {
         root: named.model.name.to_string(),
         max_model_len: limits.map(|limits| limits.sequence_tokens_max),
     }
+}
+
+/// Version of the router, as in vLLM.
+#[derive(Serialize, JsonSchema)]
+pub(super) struct RouterVersion {
+    version: &'static str,
+}
+
+pub(super) async fn version() -> Json<RouterVersion> {
+    Json(RouterVersion { version: env!("CARGO_PKG_VERSION") })
 }
 
 /// Readiness of the router and its nodes.

@@ -316,6 +316,16 @@ fn operator_paths() -> Value {
             "200": json_answer("Requests can be served.", "Health"),
             "503": no_node,
         })),
+        "/ping": {
+            "get": operation("ping", "Same as /health", label(), json!({
+                "200": json_answer("Requests can be served.", "Health"), "503": no_node,
+            })),
+            "post": operation("pingByPost", "Same as /health", label(), json!({
+                "200": json_answer("Requests can be served.", "Health"), "503": no_node,
+            })),
+        },
+        "/version": get("version", "Version of the router", label(),
+            with_errors(json_answer("The version.", "RouterVersion"), &[401, 429])),
         "/live": get("live", "Liveness probe", label(), json!({"200": text("The process runs.")})),
         "/metrics": get("metrics", "Prometheus metrics", label(), json!({"200": text("The metrics.")})),
         "/openapi.json": get("openapi", "This description", label(), json!({"200": object})),
@@ -351,7 +361,7 @@ fn with_error_bodies(ok: Value, statuses: &[u16], schema: &str) -> Value {
             404 => "Unknown model, or one that the API key may not use.",
             408 => "The client did not send the body or read the answer in time.",
             413 => "The body is too large.",
-            415 => "The body is compressed, or its content-type is not JSON.",
+            415 => "The body has another encoding than gzip, or its content-type is not JSON.",
             429 => "The API key is at a limit, or the caller has its share of a busy router.",
             501 => "The nodes' release does not support this grammar.",
             502 => "Every attempt failed.",

@@ -74,6 +74,9 @@ pub(super) struct ChatChoice {
     #[schemars(extend("enum" = ["stop", "length", "abort", "tool_calls"]))]
     pub finish_reason: &'static str,
     pub stop_reason: Option<StopReason>,
+    /// Equals `stop_reason`, as in SGLang.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub matched_stop: Option<StopReason>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_ids: Option<Vec<u32>>,
     /// Version of the weights that generated each token.
@@ -125,6 +128,9 @@ pub(super) struct ChatChunkChoice {
     pub finish_reason: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stop_reason: Option<StopReason>,
+    /// Equals `stop_reason`, as in SGLang.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub matched_stop: Option<StopReason>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_ids: Option<Vec<u32>>,
     /// Version of the weights that generated each token.
@@ -177,6 +183,9 @@ pub(super) struct TextChoice<'a> {
     #[schemars(extend("enum" = ["stop", "length", "abort", null]))]
     pub finish_reason: Option<&'static str>,
     pub stop_reason: Option<StopReason>,
+    /// Equals `stop_reason`, as in SGLang.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub matched_stop: Option<StopReason>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prompt_token_ids: Option<&'a [u32]>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -625,6 +634,7 @@ impl AnswerContent {
                 .map(|_| ChatLogprobs { content: self.chat_logprobs, refusal: None }),
             finish_reason: finish_reason(calls.finish_reason(end.reason)),
             stop_reason: end.stop_reason.clone(),
+            matched_stop: end.stop_reason.clone(),
             token_ids: view.token_ids.then_some(self.token_ids),
             weight_versions: view.weight_versions.then_some(self.weight_versions),
         }
@@ -655,6 +665,7 @@ pub(super) fn text_end<'a>(end: &AnswerEnd) -> TextChoice<'a> {
         text: end.text.clone(),
         finish_reason: Some(finish_reason(end.reason)),
         stop_reason: end.stop_reason.clone(),
+        matched_stop: end.stop_reason.clone(),
         ..Default::default()
     }
 }
@@ -731,6 +742,7 @@ pub(super) fn chat_end(end: &AnswerEnd, calls: Calls) -> ChatChunkChoice {
         index: end.choice,
         finish_reason: Some(finish_reason(calls.finish_reason(end.reason))),
         stop_reason: end.stop_reason.clone(),
+        matched_stop: end.stop_reason.clone(),
         ..Default::default()
     }
 }

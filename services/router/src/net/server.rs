@@ -369,7 +369,10 @@ fn jittered(age_max: Duration, id: u64) -> Duration {
 
 /// Returns whether a request asks for the state of the router, over HTTP or gRPC.
 fn is_probe(path: &str) -> bool {
-    matches!(path, "/live" | "/ready" | "/health" | "/metrics" | "/grpc.health.v1.Health/Check")
+    matches!(
+        path,
+        "/live" | "/ready" | "/health" | "/ping" | "/metrics" | "/grpc.health.v1.Health/Check"
+    )
 }
 
 /// Rejects a request before routing. A gRPC client reads the status as UNAVAILABLE.

@@ -4,7 +4,7 @@ use schemars::{JsonSchema, Schema, SchemaGenerator, generate::SchemaSettings};
 use serde_json::{Map, Value, json};
 
 use crate::http::{
-    info::Health,
+    info::{Health, RouterVersion},
     messages::{BlockEvent, CountedTokens, MessageBody, MessageEvent, MessagesError},
     pooling::{EmbeddingList, RankedList, ScoreList},
     responses::object::{DeletedResponse, InputItems, ResponseEvent, ResponseObject},
@@ -33,6 +33,7 @@ pub(super) fn schemas() -> Map<String, Value> {
     // Each call adds the type's schema to the definitions. The returned reference is not needed.
     generator.subschema_for::<ErrorBody>();
     generator.subschema_for::<Health<'_>>();
+    generator.subschema_for::<RouterVersion>();
     generator.subschema_for::<ModelList>();
     generator.subschema_for::<MessageBody<'_>>();
     generator.subschema_for::<BlockEvent>();
