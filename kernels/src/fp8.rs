@@ -93,6 +93,11 @@ impl BlockScales {
         Self { first, rows, ..self.clone() }
     }
 
+    /// Returns the rows and columns of a block.
+    pub fn block(&self) -> [usize; 2] {
+        self.block
+    }
+
     /// Returns the number of rows.
     pub fn rows(&self) -> usize {
         self.rows

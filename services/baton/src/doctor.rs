@@ -4,24 +4,24 @@
 //! [`DoctorReport::of_this_machine`] queries the driver and the libraries; the other functions only
 //! format the report.
 
-use std::{
-    env, fmt,
-    path::{Path, PathBuf},
-    thread::available_parallelism,
-};
+mod model;
 
-use anyhow::{Context as _, Result, bail};
+use std::{env, fmt, path::PathBuf, thread::available_parallelism};
+
+use anyhow::{Result, bail};
 use clap::Args;
 use engine::defaults::{self, DerivedSetting, ModelSizes, NodeDevice, NodeTraits, SetValues};
 use kernels::{
-    Shard, WeightFormat,
+    WeightFormat,
     cuda::{
         Context, CopySubmission, CudaError, Device, Driver, KernelLibrary, Link as Way, LinkRate,
         has_cublaslt, has_nccl, pull_rate,
     },
 };
-use model::{Checkpoint, LoadFormat};
 use serde::Serialize;
+
+use self::model::{ModelReport, OpenedModel};
+use crate::bench::engine::parse_dtype;
 
 #[derive(Args, Clone)]
 pub struct KernelsArg {
@@ -41,10 +41,13 @@ impl KernelsArg {
 pub struct DoctorArgs {
     #[command(flatten)]
     kernels: KernelsArg,
-    /// Model whose sizes bound the default settings of nodes on a GPU: a GGUF file or a folder with
-    /// config.json.
+    /// Model to check: a GGUF file or a folder with config.json. Its sizes bound the default
+    /// settings of nodes on a GPU.
     #[arg(long, value_name = "PATH", env = "BATON_MODEL_PATH")]
     model: Option<PathBuf>,
+    /// Number format of the model's weights: f32, bf16, q8 (CPUs) or fp8 (GPUs).
+    #[arg(long, value_parser = parse_dtype, default_value = "bf16", env = "BATON_MODEL_DTYPE")]
+    dtype: WeightFormat,
     /// Print a JSON object instead of a table.
     #[arg(long)]
     json: bool,
@@ -52,7 +55,7 @@ pub struct DoctorArgs {
 
 /// Prints the report. A machine without a GPU is not a fault, because the CPU can serve.
 pub fn run(args: DoctorArgs) -> Result<()> {
-    let model = args.model.as_deref().map(model_sizes).transpose()?;
+    let model = args.model.map(|path| OpenedModel::open(&path, args.dtype)).transpose()?;
     let report = DoctorReport::of_this_machine(args.kernels.path(), model);
     if args.json {
         println!("{}", serde_json::to_string_pretty(&report)?);
@@ -61,17 +64,9 @@ pub fn run(args: DoctorArgs) -> Result<()> {
     }
     match report.faults.len() {
         0 => Ok(()),
-        1 => bail!("the GPU cannot serve because of 1 fault"),
-        count => bail!("the GPU cannot serve because of {count} faults"),
+        1 => bail!("this machine cannot serve because of 1 fault"),
+        count => bail!("this machine cannot serve because of {count} faults"),
     }
-}
-
-/// Reads the sizes of a model in bf16, the default format. No weight is read.
-fn model_sizes(path: &Path) -> Result<ModelSizes> {
-    let checkpoint = Checkpoint::open(path, LoadFormat::Dummy { seed: 0 })
-        .with_context(|| format!("cannot read the model {}", path.display()))?;
-    let whole = Shard::new(0, 1).expect("rank 0 of 1");
-    Ok(ModelSizes::of(checkpoint.config(), whole, WeightFormat::Bf16))
 }
 
 #[derive(Debug, Default, Serialize)]
@@ -83,9 +78,10 @@ struct DoctorReport {
     libraries: Vec<Library>,
     gpus: Vec<Gpu>,
     links: Vec<GpuLink>,
+    model: Option<ModelReport>,
     /// Settings that a node derives at start, for each role.
     defaults: Vec<RoleDefaults>,
-    /// Reasons why a present GPU cannot serve, each with its remedy.
+    /// Reasons why a present GPU or the model cannot serve, each with its remedy.
     faults: Vec<String>,
     /// Missing parts that this machine does not need for serving.
     notes: Vec<String>,
@@ -165,7 +161,7 @@ impl InstalledLibrary {
 }
 
 impl DoctorReport {
-    fn of_this_machine(kernels: Option<PathBuf>, model: Option<ModelSizes>) -> Self {
+    fn of_this_machine(kernels: Option<PathBuf>, model: Option<OpenedModel>) -> Self {
         let driver = Driver::open();
         let kernels = KernelLibrary::open(kernels.as_deref());
         let is_there = |found, name| match found {
@@ -214,8 +210,14 @@ impl DoctorReport {
         }
         let is_gpu = !report.gpus.is_empty() && report.faults.is_empty();
         report.serves_on = if is_gpu { "cuda" } else { "cpu" };
-        report
-            .add_defaults(if is_gpu { report.gpus.first().map(node_memory) } else { None }, model);
+        let gpu = report.gpus.first().filter(|_| is_gpu);
+        let (memory, compute) = (gpu.map(node_memory), gpu.map(|gpu| gpu.compute));
+        report.add_defaults(memory, model.as_ref().map(OpenedModel::sizes));
+        if let Some(model) = model.map(|model| model.report(compute)) {
+            let refused = model.refused().map(|why| format!("the model is refused: {why}"));
+            report.faults.extend(refused);
+            report.model = Some(model);
+        }
         report
     }
 
@@ -341,6 +343,9 @@ impl fmt::Display for DoctorReport {
             }
             writeln!(f, ", KV by {transport}")?;
         }
+        if let Some(model) = &self.model {
+            write!(f, "{model}")?;
+        }
         for RoleDefaults { role, settings } in &self.defaults {
             for setting in settings {
                 writeln!(f, "{role:<10} {setting}")?;
@@ -438,6 +443,7 @@ mod tests {
                     transport: "tcp",
                 },
             ],
+            model: None,
             defaults: vec![RoleDefaults {
                 role: "decode",
                 settings: vec![DerivedSetting {

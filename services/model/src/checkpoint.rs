@@ -7,7 +7,7 @@ mod gguf_file;
 pub(crate) mod stored;
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     fmt,
     path::{Path, PathBuf},
     sync::{Mutex, PoisonError},
@@ -84,6 +84,15 @@ impl StoredWeight<'_> {
     pub fn read(&self, begin: u64, out: &mut [u8]) {
         self.bytes.read(begin as usize, out);
     }
+}
+
+/// Format in which files store matrices.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct MatrixFormat {
+    /// Name of the element type, and for FP8 what has a scale.
+    pub name: String,
+    /// Number of matrices.
+    pub matrices: usize,
 }
 
 enum Weights {
@@ -191,6 +200,19 @@ impl Checkpoint {
         encodings.sort_unstable();
         encodings.dedup();
         format!("{format}, {}", encodings.join(" + "))
+    }
+
+    /// Returns the formats of the matrices, by name. Dummy weights have none.
+    pub fn matrix_formats(&self) -> Vec<MatrixFormat> {
+        let mut formats: BTreeMap<String, usize> = BTreeMap::new();
+        let directory = self.directory().expect("the directory was checked when opened");
+        for (weight, tensor) in directory {
+            let shape = weight.map(|weight| weight.shape(&self.config));
+            if let Some(WeightShape::Matrix { rows, cols }) = shape {
+                *formats.entry(tensor.format(rows, cols)).or_default() += 1;
+            }
+        }
+        formats.into_iter().map(|(name, matrices)| MatrixFormat { name, matrices }).collect()
     }
 
     /// Returns a weight matrix, row by row in f32.

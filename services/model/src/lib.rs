@@ -27,7 +27,7 @@ mod rope;
 pub mod transformer;
 mod weight;
 
-pub use checkpoint::{Checkpoint, FileIdentity, LoadFormat, StoredWeight};
+pub use checkpoint::{Checkpoint, FileIdentity, LoadFormat, MatrixFormat, StoredWeight};
 pub use config::ModelConfig;
 pub use error::ModelError;
 pub use families::Family;

@@ -660,8 +660,9 @@ fn gemm_shapes(
     decode.into_iter().map(packed).collect()
 }
 
-/// Checks the model sizes that the kernels' vector loads require.
-fn check_sizes(
+/// Checks that there are kernels for the model on a GPU of this compute capability, in this format
+/// of weights.
+pub fn check_sizes(
     config: &ModelConfig,
     shard: Shard,
     (weights, compute): (WeightFormat, u32),

@@ -346,6 +346,17 @@ impl StoredTensor<'_> {
         })
     }
 
+    /// Returns the name of the element type and, for FP8, of the part with a scale.
+    pub(crate) fn format(&self, rows: usize, cols: usize) -> String {
+        let name = self.encoding.name();
+        let Some(scales) = self.scales else { return name.to_owned() };
+        match scales.block() {
+            block if block == [rows, cols] => format!("{name} with a scale for the matrix"),
+            block if block == [1, cols] => format!("{name} with a scale for each row"),
+            [rows, cols] => format!("{name} with a scale for each {rows}x{cols} block"),
+        }
+    }
+
     /// Decodes all elements, without scales.
     fn decode(&self, out: &mut [f32]) {
         let mut bytes = vec![0; self.bytes.len()];

@@ -1,0 +1,149 @@
+//! The model of `baton doctor`: its family, the formats of its matrices, and what computes with
+//! them on this machine, or why a node refuses the model. No weight is read.
+
+use std::{fmt, path::Path};
+
+use anyhow::{Context as _, Result};
+use engine::{defaults::ModelSizes, executor::cuda::check_sizes};
+use kernels::{
+    Shard, WeightFormat,
+    cpu::{CpuBackend, CpuOptions, Isa},
+};
+use model::{Checkpoint, LoadFormat, MatrixFormat, ModelConfig, ModelError};
+use serde::Serialize;
+
+/// A model whose files or configuration could be opened.
+pub(super) struct OpenedModel {
+    config: ModelConfig,
+    weights: WeightFormat,
+    /// Without files of weights: only a configuration.
+    formats: Vec<MatrixFormat>,
+    /// Reason why the files of the weights are invalid.
+    invalid: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+pub(super) struct ModelReport {
+    family: &'static str,
+    parameters: u64,
+    /// Numbers of ranks that `node.tp` may have.
+    ranks: Vec<usize>,
+    formats: Vec<MatrixFormat>,
+    /// Kernels of the forward pass; `None`: the model is refused.
+    computed_by: Option<String>,
+    refused: Option<String>,
+}
+
+impl OpenedModel {
+    /// Opens a model that nodes would compute in the format `weights`.
+    ///
+    /// # Errors
+    /// When the configuration is invalid or unsupported.
+    pub(super) fn open(path: &Path, weights: WeightFormat) -> Result<Self> {
+        let (config, formats, invalid) = match Checkpoint::open(path, LoadFormat::Auto) {
+            Ok(checkpoint) => (checkpoint.config().clone(), checkpoint.matrix_formats(), None),
+            Err(error) => {
+                let alone = Checkpoint::open(path, LoadFormat::Dummy { seed: 0 })
+                    .with_context(|| format!("cannot read the model {}", path.display()))?;
+                // A configuration without weights is no fault of either.
+                let is_missing = matches!(error, ModelError::NotAModel { .. });
+                let invalid = (!is_missing).then(|| error.to_string());
+                (alone.config().clone(), Vec::new(), invalid)
+            }
+        };
+        Ok(Self { config, weights, formats, invalid })
+    }
+
+    /// Returns the sizes of a node of one rank.
+    pub(super) fn sizes(&self) -> ModelSizes {
+        ModelSizes::of(&self.config, Shard::WHOLE, self.weights)
+    }
+
+    /// Reports a node of one rank on a GPU of this compute capability, or on the CPU.
+    pub(super) fn report(self, gpu_compute: Option<u32>) -> ModelReport {
+        let Self { config, weights, formats, invalid } = self;
+        // GPUs do not support q8: a node computes on the CPU.
+        let gpu_compute = gpu_compute.filter(|_| weights != WeightFormat::Q8);
+        let refused = invalid.or_else(|| {
+            let checked = check_sizes(&config, Shard::WHOLE, (weights, gpu_compute?));
+            checked.err().map(|error| error.to_string())
+        });
+        let computed_by = || match gpu_compute {
+            Some(compute) => on_gpu(&config, weights, &formats, compute),
+            None => on_cpu(&config, weights, &formats),
+        };
+        ModelReport {
+            family: config.family.name(),
+            parameters: config.parameter_count(),
+            ranks: config.rank_counts(false).collect(),
+            computed_by: refused.is_none().then(computed_by),
+            formats,
+            refused,
+        }
+    }
+}
+
+impl ModelReport {
+    pub(super) fn refused(&self) -> Option<&str> {
+        self.refused.as_deref()
+    }
+}
+
+fn on_cpu(config: &ModelConfig, weights: WeightFormat, formats: &[MatrixFormat]) -> String {
+    let options = CpuOptions { weights, threads: 1, isa: Isa::Auto };
+    let isa = CpuBackend::new(options).map_or("portable", |backend| backend.isa_name());
+    let weights = match weights {
+        // There are no FP8 kernels.
+        WeightFormat::Fp8 => WeightFormat::Bf16,
+        weights => weights,
+    };
+    let experts = if config.experts().is_some() { ", one expert after the other" } else { "" };
+    format!("CPU kernels ({isa}) for {weights}{experts}{}", converted(weights, formats))
+}
+
+fn on_gpu(
+    config: &ModelConfig,
+    weights: WeightFormat,
+    formats: &[MatrixFormat],
+    compute: u32,
+) -> String {
+    let experts = if config.experts().is_some() { ", grouped GEMMs for experts" } else { "" };
+    let gemms =
+        format!("cuBLASLt and kernels for few rows (sm_{compute}), weights in {weights}{experts}");
+    match weights {
+        WeightFormat::Fp8 => format!(
+            "{gemms}; matrices stored in FP8 with a scale for the matrix or each row are taken as they are, and others are \
+             quantized while the node loads"
+        ),
+        _ => format!("{gemms}{}", converted(weights, formats)),
+    }
+}
+
+/// Returns which formats a node converts to `weights`.
+fn converted(weights: WeightFormat, formats: &[MatrixFormat]) -> String {
+    let others = formats.iter().map(|format| format.name.as_str());
+    let others: Vec<&str> =
+        others.filter(|name| !name.eq_ignore_ascii_case(&weights.to_string())).collect();
+    match others.as_slice() {
+        [] => String::new(),
+        others => {
+            format!("; converted to {weights} while the node loads: {}", others.join(", "))
+        }
+    }
+}
+
+impl fmt::Display for ModelReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { family, parameters, ranks, formats, computed_by, refused: _ } = self;
+        let ranks: Vec<String> = ranks.iter().map(usize::to_string).collect();
+        let ranks = ranks.join(", ");
+        writeln!(f, "model      {family}, {parameters} parameters, node.tp may be {ranks}")?;
+        for MatrixFormat { name, matrices } in formats {
+            writeln!(f, "matrices   {matrices} in {name}")?;
+        }
+        match computed_by {
+            Some(computed_by) => writeln!(f, "computes   {computed_by}"),
+            None => Ok(()),
+        }
+    }
+}
