@@ -106,6 +106,8 @@ pub(crate) fn experts(
 fn choose(logits: &[f32], bias: Option<&[f32]>, choice: ExpertChoice) -> Vec<(usize, f32)> {
     /// Keeps the division finite when all scores are 0, as the families with sigmoid scores do.
     const SUM_MIN: f32 = 1e-20;
+    /// The bound of ERNIE. Without a bias the greatest scores add up to more.
+    const SOFTMAX_SUM_MIN: f32 = 1e-12;
     let scores = scores(logits, choice.score);
     let mut biased = scores.clone();
     biased.iter_mut().zip(bias.unwrap_or_default()).for_each(|(score, bias)| *score += bias);
@@ -125,7 +127,10 @@ fn choose(logits: &[f32], bias: Option<&[f32]>, choice: ExpertChoice) -> Vec<(us
     order.truncate(choice.count);
     let sum = match (choice.is_normalized, choice.score) {
         (false, _) => 1.0,
-        (true, ExpertScore::Softmax) => order.iter().map(|expert| scores[*expert]).sum(),
+        // A bias may choose experts of scores near 0.
+        (true, ExpertScore::Softmax) => {
+            order.iter().map(|expert| scores[*expert]).sum::<f32>().max(SOFTMAX_SUM_MIN)
+        }
         (true, ExpertScore::Sigmoid) => {
             order.iter().map(|expert| scores[*expert]).sum::<f32>() + SUM_MIN
         }

@@ -2,6 +2,7 @@
 //! description of layers; [`Transformer`](crate::Transformer) runs the forward pass of every
 //! description.
 
+mod ernie4_5_moe;
 mod glm4_moe;
 mod llama;
 mod minimax_m2;
@@ -15,10 +16,14 @@ mod qwen3_moe;
 
 use std::fmt;
 
-use crate::{config::fields::Fields, error::ModelError, layer::LayerSpec, weight::LayerWeight};
+use crate::{
+    checkpoint::stored::Format, config::fields::Fields, error::ModelError, layer::LayerSpec,
+    weight::LayerWeight,
+};
 
 /// Every family.
-const FAMILIES: [&Family; 10] = [
+const FAMILIES: [&Family; 11] = [
+    &ernie4_5_moe::FAMILY,
     &glm4_moe::FAMILY,
     &llama::FAMILY,
     &minimax_m2::FAMILY,
@@ -43,6 +48,8 @@ pub struct Family {
     /// Part of a head that RoPE rotates if the configuration names none. `None`: the class rotates
     /// whole heads only.
     rotary_factor: Option<f64>,
+    /// Order of the rows of query and key projections in Hugging Face's checkpoints.
+    rows: RotaryRows,
     /// Whether checkpoints may have layers for multi-token prediction (MTP) after the last layer,
     /// which are ignored.
     has_mtp_layers: bool,
@@ -65,14 +72,14 @@ type DescribeLayers = fn(&Fields<'_>, LayerSpec, usize) -> Result<Vec<LayerSpec>
 pub(crate) struct Gguf {
     /// `general.architecture`.
     pub name: &'static str,
-    rows: GgufRows,
+    rows: RotaryRows,
     /// `None`: the files have no experts.
     pub experts: Option<GgufExperts>,
 }
 
 impl Gguf {
     /// Describes files without experts.
-    const fn new(name: &'static str, rows: GgufRows) -> Self {
+    const fn new(name: &'static str, rows: RotaryRows) -> Self {
         Self { name, rows, experts: None }
     }
 }
@@ -87,10 +94,10 @@ pub(crate) struct GgufExperts {
     pub has_shared: bool,
 }
 
-/// Order of the rows of query and key projections in a family's GGUF files.
+/// Order of the rows of query and key projections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum GgufRows {
-    /// Order of Hugging Face's checkpoints.
+enum RotaryRows {
+    /// A rotary pair is a row of the first half of a head and one of the second half.
     Halves,
     /// Rotary pairs are adjacent.
     Pairs,
@@ -104,6 +111,21 @@ pub(crate) struct AbsentKeys {
     /// `None`: the hidden size divided by the number of query heads.
     pub head_dim: Option<usize>,
     pub context_tokens: usize,
+    pub rope_theta: f32,
+    pub rms_eps: f32,
+    /// Whether the output is tied to the embedding.
+    pub tied_output: bool,
+}
+
+impl AbsentKeys {
+    const LLAMA: Self = Self {
+        kv_head_count: None,
+        head_dim: None,
+        context_tokens: 2048,
+        rope_theta: 10_000.0,
+        rms_eps: 1e-6,
+        tied_output: false,
+    };
 }
 
 impl Family {
@@ -179,10 +201,14 @@ impl Family {
         (self.weight_name)(weight).unwrap_or_else(|| weight.hugging_face_name())
     }
 
-    /// Returns whether GGUF files store the rows of query and key projections with rotary pairs
-    /// adjacent.
-    pub(crate) fn pairs_rows_in_gguf(&self) -> bool {
-        self.gguf.is_some_and(|gguf| gguf.rows == GgufRows::Pairs)
+    /// Returns whether files of a format store the rows of query and key projections with rotary
+    /// pairs adjacent.
+    pub(crate) fn pairs_rows(&self, format: Format) -> bool {
+        let rows = match format {
+            Format::Safetensors => Some(self.rows),
+            Format::Gguf => self.gguf.map(|gguf| gguf.rows),
+        };
+        rows == Some(RotaryRows::Pairs)
     }
 }
 

@@ -55,10 +55,10 @@ thread_local! {
 /// Order in which a file stores the rows of a query or key projection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RowOrder {
-    /// Hugging Face's order (`rotate_half`): rotary pairs are rows i and i + dim/2 of a head.
+    /// Hugging Face's usual order (`rotate_half`): rotary pairs are rows i and i + dim/2 of a head.
     Halves,
-    /// Interleaved order of llama.cpp's converter for the `llama` architecture: rotary pairs are
-    /// adjacent.
+    /// Interleaved order of ERNIE, and of llama.cpp's converter for the `llama` architecture:
+    /// rotary pairs are adjacent.
     Pairs { head_dim: usize },
 }
 
@@ -114,12 +114,12 @@ impl<'a> MatrixSource<'a> {
     /// Decodes a row of this part, of which `bytes` are stored, as [`Encoding::decode_part`] does,
     /// and scales it.
     fn decode(&self, row: usize, bytes: &[u8], skipped: usize, out: &mut [f32]) {
-        let MatrixData::Stored { encoding, scales, .. } = &self.data else {
+        let MatrixData::Stored { encoding, order, scales, .. } = &self.data else {
             panic!("random rows are not stored");
         };
         encoding.decode_part(bytes, skipped, out);
         if let Some(scales) = scales {
-            scales.apply(self.rows.start + row, self.cols.start, out);
+            scales.apply(order.stored_row(self.rows.start + row), self.cols.start, out);
         }
     }
 
@@ -224,7 +224,10 @@ impl RowSource for MatrixSource<'_> {
     }
 
     fn fp8_scales(&self) -> Option<Vec<BlockScales>> {
-        let MatrixData::Stored { scales, .. } = &self.data else { return None };
+        // The rows of other orders have no common blocks.
+        let MatrixData::Stored { order: RowOrder::Halves, scales, .. } = &self.data else {
+            return None;
+        };
         let part =
             |scales: &BlockScales| scales.part([self.rows.start, self.cols.start], self.rows.len());
         scales.map(|scales| vec![part(scales)])

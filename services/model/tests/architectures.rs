@@ -81,6 +81,8 @@ fn f32_logits_and_greedy_tokens_equal_those_of_transformers() {
     assert_eq!(
         names,
         [
+            "ernie4_5_moe",
+            "ernie4_5_moe_fp8",
             "glm4_moe",
             "glm4_moe_channel_fp8",
             "glm4_moe_fp8",

@@ -136,6 +136,28 @@ fn absent_keys_have_the_defaults_of_each_architecture() {
     assert_eq!(shape(open("Qwen2ForCausalLM", json!({})).unwrap()), (32, 4, 32_768));
     assert_eq!(shape(open("Qwen3ForCausalLM", json!({})).unwrap()), (32, 128, 32_768));
 
+    let without = json!({"rope_theta": null, "rope_scaling": null, "rms_norm_eps": null, "tie_word_embeddings": null});
+    for (class, theta, eps, is_tied) in [
+        ("MistralForCausalLM", 1e4, 1e-6, false),
+        ("MixtralForCausalLM", 1e6, 1e-5, false),
+        ("OlmoeForCausalLM", 1e4, 1e-5, false),
+        ("Glm4MoeForCausalLM", 1e4, 1e-5, false),
+        ("MiniMaxM2ForCausalLM", 5e6, 1e-6, false),
+        ("Ernie4_5_MoeForCausalLM", 5e5, 1e-5, true),
+    ] {
+        let config = open(class, without.clone()).unwrap();
+        let found = (config.rope_theta, config.rms_eps, config.tied_output);
+        assert_eq!(found, (theta, eps, is_tied), "{class}");
+    }
+    let refused = |key: &str, value: Value| {
+        open("Ernie4_5_MoeForCausalLM", json!({key: value})).unwrap_err().to_string()
+    };
+    assert!(
+        refused("use_bias", json!(true)).ends_with("unsupported use_bias: true; expected false")
+    );
+    let message = refused("moe_norm_min", json!(0.5));
+    assert!(message.ends_with("unsupported moe_norm_min: 0.5; expected 1e-12"), "{message}");
+
     let window = |class: &str, changes: Value| {
         let config = open(class, changes).unwrap();
         let windows = config.layers.iter().map(|layer| layer.window().map_or(0, NonZeroUsize::get));
@@ -227,8 +249,8 @@ fn unsupported_features_are_rejected_by_name() {
         (
             json!({"architectures": ["GemmaForCausalLM"]}),
             "unsupported architecture \"GemmaForCausalLM\"; expected one of \
-             \"Glm4MoeForCausalLM\", \"LlamaForCausalLM\", \"MiniMaxM2ForCausalLM\", \
-             \"MistralForCausalLM\", \"MixtralForCausalLM\", \"OlmoeForCausalLM\", \
+             \"Ernie4_5_MoeForCausalLM\", \"Glm4MoeForCausalLM\", \"LlamaForCausalLM\", \
+             \"MiniMaxM2ForCausalLM\", \"MistralForCausalLM\", \"MixtralForCausalLM\", \"OlmoeForCausalLM\", \
              \"Qwen2ForCausalLM\", \"Qwen2MoeForCausalLM\", \"Qwen3ForCausalLM\", \
              \"Qwen3MoeForCausalLM\"",
         ),

@@ -24,7 +24,7 @@ pub(super) const ROPE_DIVISORS: &str = "rope_freqs.weight";
 const ROPE_FREQUENCIES_SUFFIX: &str = ".rotary_emb.inv_freq";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Format {
+pub(crate) enum Format {
     Gguf,
     Safetensors,
 }
@@ -53,6 +53,8 @@ const INPUT_SCALES: [&str; 2] = ["input_scale", "activation_scale"];
 const WEIGHT: &str = "weight";
 /// First components of the names of the weights of layers.
 const LAYERS: &str = "model.layers.";
+/// Begin of the names of ERNIE's weights for multi-token prediction.
+const MTP: &str = "model.mtp_";
 
 /// Tensor of the directory.
 pub(super) struct Entry {
@@ -157,8 +159,7 @@ impl StoredWeights {
             return Err(ModelError::MissingTensor { path: path.into(), tensor: name, expected });
         }
         let is_paired = matches!(weight, Weight::Layer(_, LayerWeight::Query | LayerWeight::Key))
-            && self.format == Format::Gguf
-            && config.family.pairs_rows_in_gguf();
+            && config.family.pairs_rows(self.format);
         let order = match is_paired {
             true => RowOrder::Pairs { head_dim: config.head_dim },
             false => RowOrder::Halves,
@@ -171,6 +172,10 @@ impl StoredWeights {
             // GGUF files store the one row as a vector.
             Weight::Layer(_, LayerWeight::SharedRouter) if tensor.dims.len() == 1 => {
                 Ok(StoredTensor { dims: vec![1, tensor.dims[0]], ..tensor })
+            }
+            // ERNIE stores the vector as one row.
+            Weight::Layer(_, LayerWeight::RouterBias) if matches!(tensor.dims[..], [1, _]) => {
+                Ok(StoredTensor { dims: vec![tensor.dims[1]], ..tensor })
             }
             _ => Ok(tensor),
         }
@@ -319,7 +324,8 @@ impl StoredWeights {
 /// Returns whether a tensor belongs to a layer for multi-token prediction, after the last layer.
 fn is_of_mtp_layer(name: &str, config: &ModelConfig) -> bool {
     let index = name.strip_prefix(LAYERS).and_then(|name| name.split('.').next()?.parse().ok());
-    config.family.has_mtp_layers() && index.is_some_and(|index: usize| index >= config.layer_count)
+    let is_after_last = index.is_some_and(|index: usize| index >= config.layer_count);
+    config.family.has_mtp_layers() && (is_after_last || name.starts_with(MTP))
 }
 
 impl StoredTensor<'_> {

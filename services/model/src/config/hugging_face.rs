@@ -53,13 +53,13 @@ pub(crate) fn from_hugging_face(
         ffn_size: fields.require("intermediate_size")?,
         vocab_size: fields.require("vocab_size")?,
         context_tokens: fields.get("max_position_embeddings")?.unwrap_or(absent.context_tokens),
-        rms_eps: fields.get("rms_norm_eps")?.unwrap_or(1e-6),
+        rms_eps: fields.get("rms_norm_eps")?.unwrap_or(absent.rms_eps),
         rope_theta: rope.theta,
         rope_scaling: rope.scaling,
         // `ModelConfig::validate` rejects a count above the limit.
         layers: family.layers(&fields, layer_count.min(LAYERS_MAX))?,
         // Without an LM head the embedding takes its place: embedding models need no logits.
-        tied_output: !has_head || fields.get("tie_word_embeddings")?.unwrap_or(false),
+        tied_output: !has_head || fields.get("tie_word_embeddings")?.unwrap_or(absent.tied_output),
         bos_token_id: fields.token_ids("bos_token_id")?.first().copied(),
         eos_token_ids,
     }
@@ -131,7 +131,7 @@ impl Rope {
 /// Reads theta and scaling: from `rope_parameters` since transformers 5, from `rope_theta` and
 /// `rope_scaling` before.
 fn rope(fields: &Fields<'_>, family: &Family) -> Result<Rope, ModelError> {
-    const THETA_DEFAULT: f32 = 10_000.0;
+    let absent_theta = family.absent().rope_theta;
     let outer_theta = fields.get::<f32>("rope_theta")?;
     let outer_factor = fields.rotary_factor(family.rotary_factor().is_some())?;
     let outer_part = match (outer_factor, family.rotary_factor()) {
@@ -147,7 +147,7 @@ fn rope(fields: &Fields<'_>, family: &Family) -> Result<Rope, ModelError> {
         .into_iter()
         .find(|&key| fields.object.get(key).is_some_and(|value| !value.is_null()));
     let Some(scaling_key) = scaling_key else {
-        let theta = outer_theta.unwrap_or(THETA_DEFAULT);
+        let theta = outer_theta.unwrap_or(absent_theta);
         return Ok(Rope { theta, scaling: RopeScaling::None, part: outer_part });
     };
     let object = fields.require::<Map<String, Value>>(scaling_key)?;
@@ -155,7 +155,7 @@ fn rope(fields: &Fields<'_>, family: &Family) -> Result<Rope, ModelError> {
     let part = parameters
         .rotary_factor(family.rotary_factor().is_some())?
         .map_or(outer_part, RotaryPart::Factor);
-    let theta = parameters.get("rope_theta")?.or(outer_theta).unwrap_or(THETA_DEFAULT);
+    let theta = parameters.get("rope_theta")?.or(outer_theta).unwrap_or(absent_theta);
 
     let kind = match parameters.get::<String>("rope_type")? {
         Some(kind) => kind,

@@ -3,7 +3,7 @@
 
 use kernels::backend::{ExpertChoice, ExpertScore, NormSpan};
 
-use super::{AbsentKeys, Family};
+use super::{AbsentKeys, Family, RotaryRows};
 use crate::{
     layer::{AttentionSpec, ExpertSpec, LayerSpec, Mixer, SharedExpertSpec},
     weight::{ExpertWeight, LayerWeight},
@@ -13,8 +13,14 @@ pub(super) static FAMILY: Family = Family {
     name: "glm4_moe",
     class: "Glm4MoeForCausalLM",
     gguf: None,
-    absent: AbsentKeys { kv_head_count: Some(8), head_dim: None, context_tokens: 131_072 },
+    absent: AbsentKeys {
+        kv_head_count: Some(8),
+        context_tokens: 131_072,
+        rms_eps: 1e-5,
+        ..AbsentKeys::LLAMA
+    },
     rotary_factor: Some(0.5),
+    rows: RotaryRows::Halves,
     has_mtp_layers: true,
     refused: &[],
     layer: LayerSpec::LLAMA,

@@ -1,7 +1,7 @@
 //! Llama 1 to 3.x, and every GGUF file of the `llama` architecture, including Mistral's and
 //! Mixtral's.
 
-use super::{AbsentKeys, Family, Gguf, GgufExperts, GgufRows};
+use super::{AbsentKeys, Family, Gguf, GgufExperts, RotaryRows};
 use crate::layer::LayerSpec;
 
 pub(super) static FAMILY: Family = Family {
@@ -10,10 +10,11 @@ pub(super) static FAMILY: Family = Family {
     gguf: Some(Gguf {
         // Mixtral.
         experts: Some(GgufExperts { is_normalized: true, has_shared: false }),
-        ..Gguf::new("llama", GgufRows::Pairs)
+        ..Gguf::new("llama", RotaryRows::Pairs)
     }),
-    absent: AbsentKeys { kv_head_count: None, head_dim: None, context_tokens: 2048 },
+    absent: AbsentKeys { context_tokens: 2048, ..AbsentKeys::LLAMA },
     rotary_factor: None,
+    rows: RotaryRows::Halves,
     has_mtp_layers: false,
     refused: &["attention_bias", "mlp_bias"],
     layer: LayerSpec::LLAMA,

@@ -3,15 +3,22 @@
 
 use kernels::backend::{ExpertChoice, ExpertScore};
 
-use super::{AbsentKeys, Family, mixtral, olmoe};
+use super::{AbsentKeys, Family, RotaryRows, mixtral, olmoe};
 use crate::layer::ExpertSpec;
 
 pub(super) static FAMILY: Family = Family {
     name: "minimax_m2",
     class: "MiniMaxM2ForCausalLM",
     gguf: None,
-    absent: AbsentKeys { kv_head_count: Some(8), head_dim: Some(128), context_tokens: 196_608 },
+    absent: AbsentKeys {
+        kv_head_count: Some(8),
+        head_dim: Some(128),
+        context_tokens: 196_608,
+        rope_theta: 5_000_000.0,
+        ..AbsentKeys::LLAMA
+    },
     rotary_factor: Some(1.0),
+    rows: RotaryRows::Halves,
     has_mtp_layers: true,
     refused: &[],
     layer: olmoe::FAMILY.layer,

@@ -1,14 +1,15 @@
 //! Mistral: Llama with a sliding window. Converters write Mistral's models to GGUF as `llama`.
 
-use super::{AbsentKeys, Family};
+use super::{AbsentKeys, Family, RotaryRows};
 use crate::layer::LayerSpec;
 
 pub(super) static FAMILY: Family = Family {
     name: "mistral",
     class: "MistralForCausalLM",
     gguf: None,
-    absent: AbsentKeys { kv_head_count: Some(8), head_dim: None, context_tokens: 131_072 },
+    absent: AbsentKeys { kv_head_count: Some(8), context_tokens: 131_072, ..AbsentKeys::LLAMA },
     rotary_factor: None,
+    rows: RotaryRows::Halves,
     has_mtp_layers: false,
     refused: &[],
     layer: LayerSpec::LLAMA,

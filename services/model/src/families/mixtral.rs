@@ -5,7 +5,7 @@ use std::num::NonZeroUsize;
 
 use kernels::backend::ExpertChoice;
 
-use super::{AbsentKeys, Family};
+use super::{AbsentKeys, Family, RotaryRows};
 use crate::{
     layer::{ExpertSpec, LayerSpec},
     weight::{ExpertWeight, LayerWeight},
@@ -15,8 +15,15 @@ pub(super) static FAMILY: Family = Family {
     name: "mixtral",
     class: "MixtralForCausalLM",
     gguf: None,
-    absent: AbsentKeys { kv_head_count: Some(8), head_dim: None, context_tokens: 131_072 },
+    absent: AbsentKeys {
+        kv_head_count: Some(8),
+        context_tokens: 131_072,
+        rope_theta: 1_000_000.0,
+        rms_eps: 1e-5,
+        ..AbsentKeys::LLAMA
+    },
     rotary_factor: None,
+    rows: RotaryRows::Halves,
     has_mtp_layers: false,
     refused: &[],
     layer: LayerSpec::LLAMA,

@@ -2,15 +2,16 @@
 
 use kernels::backend::NormSpan;
 
-use super::{AbsentKeys, Family, qwen3_moe};
+use super::{AbsentKeys, Family, RotaryRows, qwen3_moe};
 use crate::layer::{AttentionSpec, ExpertSpec, LayerSpec, Mixer};
 
 pub(super) static FAMILY: Family = Family {
     name: "olmoe",
     class: "OlmoeForCausalLM",
     gguf: None,
-    absent: AbsentKeys { kv_head_count: None, head_dim: None, context_tokens: 4096 },
+    absent: AbsentKeys { context_tokens: 4096, rms_eps: 1e-5, ..AbsentKeys::LLAMA },
     rotary_factor: None,
+    rows: RotaryRows::Halves,
     has_mtp_layers: false,
     refused: &["attention_bias"],
     layer: LayerSpec {

@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use super::{AbsentKeys, Family, Gguf, GgufRows};
+use super::{AbsentKeys, Family, Gguf, RotaryRows};
 use crate::{
     config::fields::Fields,
     error::ModelError,
@@ -12,9 +12,10 @@ use crate::{
 pub(super) static FAMILY: Family = Family {
     name: "qwen2",
     class: "Qwen2ForCausalLM",
-    gguf: Some(Gguf::new("qwen2", GgufRows::Halves)),
-    absent: AbsentKeys { kv_head_count: Some(32), head_dim: None, context_tokens: 32_768 },
+    gguf: Some(Gguf::new("qwen2", RotaryRows::Halves)),
+    absent: AbsentKeys { kv_head_count: Some(32), context_tokens: 32_768, ..AbsentKeys::LLAMA },
     rotary_factor: None,
+    rows: RotaryRows::Halves,
     has_mtp_layers: false,
     refused: &[],
     layer: LayerSpec {

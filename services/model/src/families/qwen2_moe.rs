@@ -1,7 +1,7 @@
 //! Qwen2-MoE: Qwen2 with experts in some or all layers, and a shared expert with a router of its
 //! own.
 
-use super::{AbsentKeys, Family, Gguf, GgufExperts, GgufRows, qwen2, qwen3_moe};
+use super::{AbsentKeys, Family, Gguf, GgufExperts, RotaryRows, qwen2, qwen3_moe};
 use crate::layer::{ExpertSpec, SharedExpertSpec};
 
 pub(super) static FAMILY: Family = Family {
@@ -9,10 +9,11 @@ pub(super) static FAMILY: Family = Family {
     class: "Qwen2MoeForCausalLM",
     gguf: Some(Gguf {
         experts: Some(GgufExperts { is_normalized: false, has_shared: true }),
-        ..Gguf::new("qwen2moe", GgufRows::Halves)
+        ..Gguf::new("qwen2moe", RotaryRows::Halves)
     }),
-    absent: AbsentKeys { kv_head_count: Some(16), head_dim: None, context_tokens: 32_768 },
+    absent: AbsentKeys { kv_head_count: Some(16), context_tokens: 32_768, ..AbsentKeys::LLAMA },
     rotary_factor: None,
+    rows: RotaryRows::Halves,
     has_mtp_layers: false,
     refused: &["use_sliding_window"],
     layer: qwen2::FAMILY.layer,

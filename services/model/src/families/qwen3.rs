@@ -2,15 +2,21 @@
 
 use kernels::backend::NormSpan;
 
-use super::{AbsentKeys, Family, Gguf, GgufRows, qwen2::layers_with_windows};
+use super::{AbsentKeys, Family, Gguf, RotaryRows, qwen2::layers_with_windows};
 use crate::layer::{AttentionSpec, LayerSpec, Mixer};
 
 pub(super) static FAMILY: Family = Family {
     name: "qwen3",
     class: "Qwen3ForCausalLM",
-    gguf: Some(Gguf::new("qwen3", GgufRows::Halves)),
-    absent: AbsentKeys { kv_head_count: Some(32), head_dim: Some(128), context_tokens: 32_768 },
+    gguf: Some(Gguf::new("qwen3", RotaryRows::Halves)),
+    absent: AbsentKeys {
+        kv_head_count: Some(32),
+        head_dim: Some(128),
+        context_tokens: 32_768,
+        ..AbsentKeys::LLAMA
+    },
     rotary_factor: None,
+    rows: RotaryRows::Halves,
     has_mtp_layers: false,
     refused: &["attention_bias"],
     layer: LayerSpec {

@@ -2,7 +2,7 @@
 
 use kernels::backend::ExpertChoice;
 
-use super::{AbsentKeys, Family, Gguf, GgufExperts, GgufRows, qwen3};
+use super::{AbsentKeys, Family, Gguf, GgufExperts, RotaryRows, qwen3};
 use crate::{
     config::fields::Fields,
     error::ModelError,
@@ -14,10 +14,11 @@ pub(super) static FAMILY: Family = Family {
     class: "Qwen3MoeForCausalLM",
     gguf: Some(Gguf {
         experts: Some(GgufExperts { is_normalized: true, has_shared: false }),
-        ..Gguf::new("qwen3moe", GgufRows::Halves)
+        ..Gguf::new("qwen3moe", RotaryRows::Halves)
     }),
-    absent: AbsentKeys { kv_head_count: Some(4), head_dim: None, context_tokens: 32_768 },
+    absent: AbsentKeys { kv_head_count: Some(4), context_tokens: 32_768, ..AbsentKeys::LLAMA },
     rotary_factor: None,
+    rows: RotaryRows::Halves,
     has_mtp_layers: false,
     refused: &["attention_bias", "use_sliding_window"],
     layer: qwen3::FAMILY.layer,
