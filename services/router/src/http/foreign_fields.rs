@@ -42,7 +42,7 @@ const fn rejected(
 
 const TOP_LEVEL: Option<&str> = Some("the same fields beside the prompt");
 
-pub(super) static FOREIGN_FIELDS: [ForeignField; 66] = [
+pub(super) static FOREIGN_FIELDS: [ForeignField; 70] = [
     same("n_predict", "llama.cpp", "max_tokens", None),
     same("num_predict", "Ollama", "max_tokens", None),
     same("max_new_tokens", "SGLang, TGI", "max_tokens", None),
@@ -99,6 +99,7 @@ pub(super) static FOREIGN_FIELDS: [ForeignField; 66] = [
     rejected("details", "TGI", &["false"], Some("logprobs")),
     rejected("decoder_input_details", "TGI", &["false"], Some("prompt_logprobs")),
     rejected("top_n_tokens", "TGI", &["0"], Some("logprobs")),
+    rejected("truncate", "TGI", &[], None),
     rejected("watermark", "TGI", &["false"], None),
     rejected("adapter_id", "TGI", &["\"\""], None),
     rejected("logits_processors", "vLLM", &["[]"], Some("logit_bias")),
@@ -106,6 +107,9 @@ pub(super) static FOREIGN_FIELDS: [ForeignField; 66] = [
     rejected("bad_words", "vLLM", &["[]"], None),
     rejected("allowed_token_ids", "vLLM", &["[]"], None),
     rejected("truncate_prompt_tokens", "vLLM, TGI", &[], None),
+    rejected("guided_whitespace_pattern", "vLLM", &[], None),
+    rejected("vllm_xargs", "vLLM", &["{}"], None),
+    rejected("repetition_detection", "vLLM", &[], None),
     rejected("use_beam_search", "vLLM", &["false"], None),
     rejected("length_penalty", "vLLM", &["1", "1.0"], None),
     rejected("early_stopping", "vLLM", &["false"], None),

@@ -117,8 +117,9 @@ pub(super) fn options(fields: &RequestFields<'_>) -> Result<Options, FieldError>
         top_p: fields.number("top_p", TOP_P)?,
         top_k: fields.integer("top_k", TOP_K)?.map(|k| u32::try_from(k).unwrap_or(0)),
         min_p: fields.number("min_p", MIN_P)?,
-        // A negative seed has the same bits as its unsigned value.
-        seed: fields.integer("seed", SEED)?.map(|seed| seed as u64),
+        // A negative seed has the same bits as its unsigned value; -1 is random, as in vLLM,
+        // llama.cpp and Ollama.
+        seed: fields.integer("seed", SEED)?.filter(|seed| *seed != -1).map(|seed| seed as u64),
         repetition_penalty: fields.number("repetition_penalty", REPETITION_PENALTY)?,
         presence_penalty: fields.number("presence_penalty", PENALTY)?,
         frequency_penalty: fields.number("frequency_penalty", PENALTY)?,
@@ -476,11 +477,15 @@ mod tests {
 
     #[test]
     fn seeds_have_64_bits_with_or_without_a_sign() {
-        for (seed, bits) in
-            [("-1", u64::MAX), ("18446744073709551615", u64::MAX), ("7", 7), ("null", 0)]
-        {
+        for (seed, bits) in [
+            ("-2", Some(u64::MAX - 1)),
+            ("18446744073709551615", Some(u64::MAX)),
+            ("7", Some(7)),
+            ("-1", None),
+            ("null", None),
+        ] {
             with(&format!(r#"{{"seed": {seed}}}"#), |fields| {
-                assert_eq!(options(fields).unwrap().seed.unwrap_or(0), bits);
+                assert_eq!(options(fields).unwrap().seed, bits);
             });
         }
         with(r#"{"seed": 18446744073709551616}"#, |fields| {

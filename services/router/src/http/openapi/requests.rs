@@ -162,7 +162,7 @@ pub(super) struct Sampling {
     /// 0 keeps every token.
     #[schemars(range(min = *MIN_P.start(), max = *MIN_P.end()))]
     min_p: Option<f64>,
-    /// Equal requests with equal seeds sample the same tokens.
+    /// Equal requests with equal seeds sample the same tokens; -1 is random.
     #[schemars(range(min = *SEED.start() as i64, max = *SEED.end() as u64))]
     seed: Option<i64>,
     /// 1 has no effect.
