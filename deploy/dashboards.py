@@ -41,10 +41,10 @@ def mean(metric, by, where="", labels=OF_MODEL):
     return " / ".join(sums)
 
 
-def ratio(over, under, where="", labels=OF_MODEL):
+def ratio(over, under, where="", labels=OF_MODEL, may_be_zero=False):
     where = f", {where}" if where else ""
     one, other = (f"sum(rate({metric}{{{labels}{where}}}[$__rate_interval]))" for metric in (over, under))
-    return f"{one} / {other}"
+    return f"{one} / clamp_min({other}, 1e-9)" if may_be_zero else f"{one} / {other}"
 
 
 FAILED_ATTEMPT = 'outcome=~"prefill_lost|decode_lost|transfer_failed|mismatch|internal"'
@@ -244,8 +244,8 @@ DASHBOARDS = {
         ("Host time of a step by phase", "s", [(mean("baton_step_host_duration_seconds", "phase"), "{{phase}}")]),
         ("Steps by launch mode", "per second", [(rate("baton_step_dispatches_total", "mode"), "{{mode}}")]),
         ("Tokens in a step", "short", [(ratio("baton_step_tokens_total", "baton_steps_total"), "mean")]),
-        ("Distinct experts of a step", "short", [(ratio("baton_experts_distinct_total", "baton_experts_layers_total"), "mean over layers")]),
-        ("Imbalance of experts between ranks", "percentunit", [(ratio("baton_experts_rows_max_total", "baton_experts_rows_total"), "fullest rank of the mean")]),
+        ("Distinct experts of a step", "short", [(ratio("baton_experts_distinct_total", "baton_experts_layers_total", may_be_zero=True), "mean over layers")]),
+        ("Imbalance of experts between ranks", "percentunit", [(ratio("baton_experts_rows_max_total", "baton_experts_rows_total", may_be_zero=True), "fullest rank of the mean")]),
         ("Padding rows", "percentunit", [(ratio("baton_step_padding_rows_total", "baton_step_rows_total"), "of all rows")]),
     ]),
 }  # fmt: skip
