@@ -272,6 +272,19 @@ pub struct ExpertShape {
     pub size: usize,
 }
 
+/// Low-rank update of a weight matrix: a range of the matrix's output features gets `b · a` added.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LowRankUpdate {
+    /// Rows of `a` and of `b`; at least 1.
+    pub rank: usize,
+    /// `[rank][in]`.
+    pub a: Vec<f32>,
+    /// `[rank][output features]`, scale included.
+    pub b: Vec<f32>,
+    /// First output feature.
+    pub first: usize,
+}
+
 /// Operations of one device. They return no errors: after a device failure or a failure of the
 /// tensor-parallel group, results are undefined, and the executor checks the backend for a failure
 /// before it uses a result.
@@ -360,6 +373,26 @@ pub trait Backend: Send + 'static {
     );
     /// Computes `out[rows][w.out] = x[rows][w.in] · wᵀ`. `out` may be wide.
     fn matmul(&mut self, rows: usize, x: &Self::Buffer, w: &Self::Matrix, out: &mut Self::Buffer);
+    /// Returns whether a row of the step has an adapter.
+    fn has_adapters(&self, _step: &Self::Step) -> bool {
+        false
+    }
+    /// Computes `out[row] += (x[row] · aᵀ) · bᵀ` for each row and each update of the row's adapter.
+    /// `slots` has the updates of one matrix by slot. `rows` is the number of all rows or of the
+    /// sampled rows of the step.
+    ///
+    /// The number of slots is fixed when a model is loaded, so that a device can stack the updates
+    /// of all slots in one allocation and read the slot of each row from its memory.
+    fn add_low_rank(
+        &mut self,
+        _rows: usize,
+        _x: &Self::Buffer,
+        _slots: &[Vec<LowRankUpdate>],
+        _step: &Self::Step,
+        _out: &mut Self::Buffer,
+    ) {
+        unreachable!("a backend whose steps have adapters implements add_low_rank");
+    }
     /// Performs the operations between the QKV GEMM and attention: adds the bias, applies the QK
     /// norm, and applies RoPE in NeoX style (element i is rotated with element i + the number of
     /// frequencies) to queries and keys. Then stores the keys and values of every row in the row's

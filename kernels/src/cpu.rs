@@ -22,6 +22,7 @@ mod disjoint_slice;
 mod embed;
 mod experts;
 mod isa;
+mod low_rank;
 mod matmul;
 mod norm;
 mod rope;
@@ -51,7 +52,7 @@ use self::{aligned::Slab, isa::Level, threads::ThreadPool};
 use crate::{
     backend::{
         Backend, ExpertLoad, ExpertShape, ExpertWeights, HeadShape, HeadWeights, LayerAttention,
-        NormSpan, RowSource,
+        LowRankUpdate, NormSpan, RowSource,
     },
     layout::{KvLayout, WeightFormat},
     sampling::SampledToken,
@@ -321,6 +322,28 @@ impl Backend for CpuBackend {
         let (x, out) = (x.rows(rows), out.rows_mut(rows));
         let pool = self.pool.get_mut().unwrap_or_else(PoisonError::into_inner);
         matmul::matmul(self.level, pool, &mut self.gemms, x, w, out);
+    }
+
+    fn has_adapters(&self, step: &CpuStep) -> bool {
+        step.adapters.iter().any(Option::is_some)
+    }
+
+    fn add_low_rank(
+        &mut self,
+        rows: usize,
+        x: &CpuBuffer,
+        slots: &[Vec<LowRankUpdate>],
+        step: &CpuStep,
+        out: &mut CpuBuffer,
+    ) {
+        let is_whole = rows == step.rows();
+        let updates_of = |row: usize| {
+            let row = if is_whole { row } else { step.sampled()[row] };
+            step.adapters[row].map_or(&[][..], |slot| &slots[slot as usize])
+        };
+        let (x_width, out_width) = (x.width(), out.width());
+        let (level, out) = (self.level, (out.rows_mut(rows), out_width));
+        low_rank::add_low_rank(level, self.pool(), updates_of, (x.rows(rows), x_width), out);
     }
 
     fn store_kv(

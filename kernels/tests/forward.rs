@@ -100,6 +100,7 @@ impl Model {
                 tokens,
                 blocks,
                 sampled_rows: tokens.len() as u32,
+                adapter: None,
             })
             .collect();
         let mut step = CpuStep::new(&self.arena, &sequences).unwrap();

@@ -5,8 +5,9 @@
 //! test can also start this program again as a helper process ([`helper`]): a peer node, a rank.
 //! Helpers are listed with the tests but are not counted as tests.
 //!
-//! [`KilledOnDrop`] and [`output_within`] bound the lifetime of child processes, and [`noise`]
-//! returns pseudo-random bytes. Tests of the built-in harness use them too.
+//! [`KilledOnDrop`] and [`output_within`] bound the lifetime of child processes, [`noise`] returns
+//! pseudo-random bytes, and [`adapter`] writes LoRA adapters. Tests of the built-in harness use
+//! them too.
 //!
 //! ```ignore
 //! fn main() -> std::process::ExitCode {
@@ -16,6 +17,8 @@
 //! ```
 
 #![forbid(unsafe_code)]
+
+pub mod adapter;
 
 use std::{
     env,

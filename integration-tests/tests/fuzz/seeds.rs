@@ -194,6 +194,7 @@ fn node_record() -> v1::NodeRecord {
         cpu_fallback: String::new(),
         peer_tag: Bytes::from_static(&[1; 32]),
         pooling: false,
+        adapters: Vec::new(),
     }
 }
 

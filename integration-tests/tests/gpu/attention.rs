@@ -246,6 +246,7 @@ fn check_drafts(
             tokens: &tokens[index],
             blocks: &tables[index],
             sampled_rows: 1,
+            adapter: None,
         })
         .collect();
     let mut prepared = CpuStep::new(&arena, &sequences).unwrap();

@@ -96,6 +96,7 @@ pub(crate) fn sequence(
         max_tokens,
         ignore_stop_tokens: false,
         cache_salt: String::new(),
+        adapter: None,
         session: Default::default(),
         constraint: None,
         deadline: Instant::now() + Duration::from_secs(10_000),
@@ -280,6 +281,7 @@ pub(crate) fn wait_for_token_bitmasks_is_no_busy_time() {
         blocks: vec![BlockId(0)],
         sampling: Sampling::greedy(),
         constrained: true,
+        adapter: None,
     };
     let planned =
         RowPlan { slot: Slot(0), generation: 0, token_count: 3, samples: true, drafts_max: 0 };

@@ -52,7 +52,7 @@ fn table(sequence: usize) -> Vec<BlockId> {
 /// Returns tokens and logits of every step, computed by the CPU.
 pub(crate) fn by_cpu(checkpoint: &Checkpoint, weights: WeightFormat) -> Vec<(Vec<u32>, Vec<f32>)> {
     let mut cpu = cpu(weights);
-    let limits = Limits { rows_max: ROWS, sampled_max: 4 };
+    let limits = Limits { rows_max: ROWS, sampled_max: 4, adapter_slots: 0 };
     let mut llama = Transformer::load(checkpoint, &cpu, limits, &mut |_| ()).unwrap();
     let layout = checkpoint.config().kv_layout(weights.kv_dtype());
     let arena: Arc<KvArena> = KvArena::host(layout, 48).unwrap();
@@ -67,6 +67,7 @@ pub(crate) fn by_cpu(checkpoint: &Checkpoint, weights: WeightFormat) -> Vec<(Vec
                     tokens: &known[i][computed[i]..],
                     blocks: &tables[i],
                     sampled_rows: 1,
+                    adapter: None,
                 })
                 .collect();
             let mut step = CpuStep::new(&arena, &sequences).unwrap();
@@ -97,7 +98,7 @@ pub(crate) fn by_gpu(
     depth: usize,
 ) -> Vec<(Vec<u32>, Vec<f32>)> {
     let weights = options.weights;
-    let limits = Limits { rows_max: ROWS, sampled_max: 4 };
+    let limits = Limits { rows_max: ROWS, sampled_max: 4, adapter_slots: 0 };
     let (mut cuda, mut llama) = gpu.backend_with(options, |backend| {
         Transformer::load(checkpoint, backend, limits, &mut |_| ()).unwrap()
     });

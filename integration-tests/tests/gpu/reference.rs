@@ -62,7 +62,7 @@ fn logits(
 ) -> Vec<Vec<f32>> {
     let vocabulary = checkpoint.config().vocab_size;
     let rows: usize = references.iter().map(|reference| reference.prompt_len).sum();
-    let limits = Limits { rows_max: rows, sampled_max: 4 };
+    let limits = Limits { rows_max: rows, sampled_max: 4, adapter_slots: 0 };
     let (mut cuda, mut llama) = gpu.backend_with(options, |backend| {
         Transformer::load(checkpoint, backend, limits, &mut |_| ()).unwrap()
     });

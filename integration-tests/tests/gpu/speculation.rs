@@ -327,6 +327,7 @@ fn step_time(
         blocks: (slot * table..(slot + 1) * table).map(BlockId).collect(),
         sampling: Sampling::greedy(),
         constrained: false,
+        adapter: None,
     };
     let mut admitted: Vec<_> = (0..batch).map(admitted).collect();
     let rows: Vec<_> = admitted

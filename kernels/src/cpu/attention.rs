@@ -305,6 +305,7 @@ mod tests {
                 tokens: &tokens[..count as usize],
                 blocks,
                 sampled_rows: 0,
+                adapter: None,
             })
             .collect();
         let mut step = CpuStep::new(arena, &sequences).unwrap();

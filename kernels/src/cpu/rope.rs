@@ -195,6 +195,7 @@ mod tests {
             tokens: &tokens,
             blocks: &blocks,
             sampled_rows: 0,
+            adapter: None,
         };
         CpuStep::new(arena, &[sequence]).unwrap()
     }

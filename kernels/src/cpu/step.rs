@@ -21,6 +21,8 @@ pub struct StepSequence<'a> {
     /// Number of last tokens that yield logits: 0 within a prompt, 1 to sample, more to score or to
     /// verify draft tokens.
     pub sampled_rows: u32,
+    /// Slot of the sequence's adapter; `None`: the base model.
+    pub adapter: Option<u32>,
 }
 
 /// Error of creating a step.
@@ -52,6 +54,8 @@ pub struct CpuStep {
     pub(crate) tables: Vec<HeldBlock>,
     /// Rows that yield logits, ascending.
     pub(crate) sampled: Vec<usize>,
+    /// Slot of each row's adapter.
+    pub(crate) adapters: Vec<Option<u32>>,
     pub(crate) access: StepAccess,
     /// Cosines and sines of this step's positions, computed by the first layer.
     pub(crate) rotation: Option<Rotation>,
@@ -98,6 +102,7 @@ impl CpuStep {
             sequences: Vec::with_capacity(sequences.len()),
             tables: Vec::with_capacity(reads.len() + writes.len()),
             sampled: Vec::new(),
+            adapters: Vec::with_capacity(row_count),
             access,
             rotation: None,
         };
@@ -111,6 +116,7 @@ impl CpuStep {
         let rows = self.tokens.len()..self.tokens.len() + sequence.tokens.len();
         let table = self.tables.len()..self.tables.len() + blocks.len();
         self.tokens.extend_from_slice(sequence.tokens);
+        self.adapters.extend(sequence.tokens.iter().map(|_| sequence.adapter));
         self.tables.extend(blocks.iter().map(|&block| {
             self.access.find(block).expect("every block of every table was acquired")
         }));
@@ -184,8 +190,15 @@ mod tests {
                     tokens: &[7, 8, 9],
                     blocks: &a,
                     sampled_rows: 2,
+                    adapter: None,
                 },
-                StepSequence { first_position: 16, tokens: &[1], blocks: &b, sampled_rows: 1 },
+                StepSequence {
+                    first_position: 16,
+                    tokens: &[1],
+                    blocks: &b,
+                    sampled_rows: 1,
+                    adapter: None,
+                },
             ],
         )
         .unwrap();
@@ -207,8 +220,13 @@ mod tests {
     fn an_invalid_step_is_rejected_with_the_sequence() {
         let arena = arena();
         let blocks = ids(&[0]);
-        let good =
-            StepSequence { first_position: 0, tokens: &[1], blocks: &blocks, sampled_rows: 1 };
+        let good = StepSequence {
+            first_position: 0,
+            tokens: &[1],
+            blocks: &blocks,
+            sampled_rows: 1,
+            adapter: None,
+        };
         let second = ids(&[1]);
         let make = |bad| CpuStep::new(&arena, &[good, bad]).unwrap_err().to_string();
         let good_too = StepSequence { blocks: &second, ..good };

@@ -230,6 +230,7 @@ impl InstantNode {
             max_tokens: OUTPUT_TOKENS,
             ignore_stop_tokens: true,
             cache_salt: String::new(),
+            adapter: None,
             session: SessionHint { session: Some(conversation.into()), keep },
             constraint: None,
             deadline: Instant::now() + DEADLINE,

@@ -287,6 +287,7 @@ fn answer(
             max_tokens: args.max_tokens,
             ignore_stop_tokens: false,
             cache_salt: String::new(),
+            adapter: None,
             session: Default::default(),
             constraint: None,
             deadline: Instant::now() + Duration::from_secs(3600),

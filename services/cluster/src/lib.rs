@@ -33,4 +33,7 @@ pub use prefix::{CacheIdentity, PrefixKeys};
 pub use proto::ids::{Epoch, EpochError, ModelIdentity, NodeId, NodeIdError};
 /// Load of a node. A load that the node cannot have excludes the node.
 pub use proto::v1::NodeLoad as Load;
-pub use record::{NodeRecord, RecordError, Role, TEXT_BYTES_MAX, parse_url};
+pub use record::{
+    ADAPTER_NAME_ALLOWED, Adapter, NodeRecord, RecordError, Role, TEXT_BYTES_MAX, is_adapter_name,
+    parse_url,
+};

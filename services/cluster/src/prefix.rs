@@ -36,10 +36,16 @@ pub struct PrefixKeys {
 }
 
 impl PrefixKeys {
-    /// Computes the keys of the full blocks of `tokens`, in order.
-    pub fn new(identity: CacheIdentity, cache_salt: &str, tokens: &[u32]) -> Self {
-        let mut chain =
-            KeyChain::new(identity.model_fingerprint, identity.weight_version, cache_salt);
+    /// Computes the keys of the full blocks of `tokens`, in order. `adapter` is the content hash of
+    /// the request's adapter.
+    pub fn new(
+        identity: CacheIdentity,
+        adapter: Option<u128>,
+        cache_salt: &str,
+        tokens: &[u32],
+    ) -> Self {
+        let CacheIdentity { model_fingerprint, weight_version, .. } = identity;
+        let mut chain = KeyChain::new(model_fingerprint, weight_version, adapter, cache_salt);
         let blocks = tokens.chunks_exact(identity.block_tokens());
         let keys = blocks.map(|block| chain.add(block)).collect();
         Self { identity, keys, last: chain.last() }
@@ -88,10 +94,11 @@ mod tests {
     #[test]
     fn keys_of_a_prefix_are_a_prefix_of_the_keys() {
         let tokens: Vec<u32> = (0..100).collect();
-        let long = PrefixKeys::new(CacheIdentity::of(&test_identity()), "", &tokens);
+        let long = PrefixKeys::new(CacheIdentity::of(&test_identity()), None, "", &tokens);
         assert_eq!(long.keys().len(), 6);
         for count in 0..tokens.len() {
-            let short = PrefixKeys::new(CacheIdentity::of(&test_identity()), "", &tokens[..count]);
+            let short =
+                PrefixKeys::new(CacheIdentity::of(&test_identity()), None, "", &tokens[..count]);
             assert_eq!(short.keys(), &long.keys()[..count / 16]);
         }
     }
@@ -100,7 +107,7 @@ mod tests {
     fn last_key_after_an_answer_is_that_of_a_prompt_with_the_answer() {
         let tokens: Vec<u32> = (0..100).collect();
         let keys_of = |count: usize| {
-            PrefixKeys::new(CacheIdentity::of(&test_identity()), "salt", &tokens[..count])
+            PrefixKeys::new(CacheIdentity::of(&test_identity()), None, "salt", &tokens[..count])
         };
         for prompt in [0, 10, 16, 40, 100] {
             for end in prompt..=tokens.len() {
@@ -111,19 +118,20 @@ mod tests {
     }
 
     #[test]
-    fn keys_depend_on_salt_tokens_and_identity() {
+    fn keys_depend_on_adapter_salt_tokens_and_identity() {
         let tokens: Vec<u32> = (0..48).collect();
-        let ours = PrefixKeys::new(CacheIdentity::of(&test_identity()), "", &tokens);
+        let ours = PrefixKeys::new(CacheIdentity::of(&test_identity()), None, "", &tokens);
         let mut other = tokens.clone();
         other[20] += 1;
-        let other = PrefixKeys::new(CacheIdentity::of(&test_identity()), "", &other);
+        let other = PrefixKeys::new(CacheIdentity::of(&test_identity()), None, "", &other);
         assert_eq!(other.keys()[0], ours.keys()[0]);
         assert!(other.keys()[1] != ours.keys()[1] && other.keys()[2] != ours.keys()[2]);
 
         let retrained = ModelIdentity { weight_version: 2, ..test_identity() };
         for foreign in [
-            PrefixKeys::new(CacheIdentity::of(&test_identity()), "tenant", &tokens),
-            PrefixKeys::new(CacheIdentity::of(&retrained), "", &tokens),
+            PrefixKeys::new(CacheIdentity::of(&test_identity()), Some(9), "", &tokens),
+            PrefixKeys::new(CacheIdentity::of(&test_identity()), None, "tenant", &tokens),
+            PrefixKeys::new(CacheIdentity::of(&retrained), None, "", &tokens),
         ] {
             assert!(foreign.keys().iter().all(|key| !ours.keys().contains(key)));
         }

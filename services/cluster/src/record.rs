@@ -140,6 +140,42 @@ pub struct NodeRecord {
     pub peer_tag: Vec<u8>,
     /// Whether the node returns pooled values, such as embeddings.
     pub pooling: bool,
+    /// LoRA adapters of the model, at most 64.
+    pub adapters: Vec<Adapter>,
+}
+
+/// LoRA adapter that a node has loaded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Adapter {
+    pub name: String,
+    /// Hash of the scale and the weights. KV of the adapter is keyed by it.
+    pub content_hash: u128,
+}
+
+/// Form of an adapter's name.
+pub const ADAPTER_NAME_ALLOWED: &str = "1 to 64 letters, digits, '.', '_' and '-'";
+
+/// Maximum number of adapters of a node.
+const ADAPTERS_MAX: usize = 64;
+
+/// Returns whether the name has the form [`ADAPTER_NAME_ALLOWED`].
+pub fn is_adapter_name(name: &str) -> bool {
+    let is_allowed = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+    (1..=64).contains(&name.len()) && name.chars().all(is_allowed)
+}
+
+/// Checks the adapters of a record.
+fn adapters(wire: Vec<v1::Adapter>) -> Result<Vec<Adapter>, RecordError> {
+    range("adapters", wire.len() as u32, 0, ADAPTERS_MAX as u32)?;
+    let checked = wire.into_iter().map(|v1::Adapter { name, content_hash }| {
+        if !is_adapter_name(&name) {
+            let (field, allowed) = ("adapters.name", ADAPTER_NAME_ALLOWED);
+            return Err(RecordError::Text { field, value: name, allowed });
+        }
+        let content_hash = sixteen_bytes("adapters.content_hash", &content_hash)?;
+        Ok(Adapter { name, content_hash })
+    });
+    checked.collect()
 }
 
 impl TryFrom<v1::NodeRecord> for NodeRecord {
@@ -175,6 +211,7 @@ impl TryFrom<v1::NodeRecord> for NodeRecord {
                 .transpose()?,
             peer_tag: length("peer_tag", wire.peer_tag.to_vec(), PEER_TAG_BYTES, "32")?,
             pooling: wire.pooling,
+            adapters: adapters(wire.adapters)?,
         })
     }
 }
@@ -196,7 +233,15 @@ impl From<&NodeRecord> for v1::NodeRecord {
             cpu_fallback: record.cpu_fallback.clone().unwrap_or_default(),
             peer_tag: record.peer_tag.clone().into(),
             pooling: record.pooling,
+            adapters: record.adapters.iter().map(Into::into).collect(),
         }
+    }
+}
+
+impl From<&Adapter> for v1::Adapter {
+    fn from(adapter: &Adapter) -> Self {
+        let content_hash = adapter.content_hash.to_be_bytes().to_vec().into();
+        Self { name: adapter.name.clone(), content_hash }
     }
 }
 
@@ -278,6 +323,7 @@ mod tests {
             cpu_fallback: Some("the kernels are missing".into()),
             peer_tag: vec![9; 32],
             pooling: true,
+            adapters: vec![Adapter { name: "sql-1.0".into(), content_hash: 9 }],
         }
     }
 
@@ -299,7 +345,10 @@ mod tests {
 
     #[test]
     fn every_field_of_a_record_is_validated() {
-        let breakers: [fn(&mut v1::NodeRecord); 19] = [
+        let breakers: [fn(&mut v1::NodeRecord); 22] = [
+            |record| record.adapters[0].name = "a:b".into(),
+            |record| record.adapters[0].content_hash = vec![1; 15].into(),
+            |record| record.adapters = vec![record.adapters[0].clone(); 65],
             |record| record.peer_tag = vec![1; 31].into(),
             |record| record.cpu_fallback = "a\nb".into(),
             |record| record.cpu_fallback = "x".repeat(257),

@@ -17,7 +17,10 @@
 //! and for a `Receive` from [`Action::Reserve`] on. Each transfer needs exactly one end:
 //! [`Input::KvArrived`] or [`Input::TransferEnded`].
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use kernels::{
     BlockId,
@@ -25,6 +28,7 @@ use kernels::{
 };
 
 use crate::{
+    adapter::LoadedAdapter,
     constraint::Constraint,
     tiers::{JobId, LoadJob, SaveJob, TierEvent},
 };
@@ -64,6 +68,8 @@ pub struct NewSequence {
     pub ignore_stop_tokens: bool,
     /// Seed of the prefix cache's hash chain.
     pub cache_salt: String,
+    /// Adapter that the sequence computes with; `None`: the base model.
+    pub adapter: Option<Arc<LoadedAdapter>>,
     pub session: SessionHint,
     /// Grammar of the answer; it has consumed the output in `tokens`.
     pub constraint: Option<Constraint>,

@@ -29,7 +29,10 @@ pub use self::{
     },
     step_times::StepTimes,
 };
-use crate::plan::{RowMask, StepId, StepPlan, StepResult};
+use crate::{
+    adapter::AdapterSlots,
+    plan::{RowMask, StepId, StepPlan, StepResult},
+};
 
 /// Maximum time to poll for a result. A longer step is not a decode step, and sleeping adds little
 /// to its time.
@@ -75,6 +78,12 @@ pub trait Executor: Send {
     /// `collect` never blocks.
     fn waker(&self) -> CollectWaker {
         CollectWaker::default()
+    }
+
+    /// Returns the slots of LoRA adapters. `None`: the executor has no adapters, or cannot change
+    /// them.
+    fn adapter_slots(&self) -> Option<Arc<dyn AdapterSlots>> {
+        None
     }
 
     /// Returns the interface that prepares new weights while steps run. `None`: the weights cannot
@@ -129,6 +138,10 @@ impl<E: Executor + ?Sized> Executor for Box<E> {
 
     fn waker(&self) -> CollectWaker {
         (**self).waker()
+    }
+
+    fn adapter_slots(&self) -> Option<Arc<dyn AdapterSlots>> {
+        (**self).adapter_slots()
     }
 
     fn weight_update(&self) -> Option<Arc<dyn WeightUpdate>> {

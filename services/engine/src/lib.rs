@@ -12,6 +12,7 @@
 //! (`text`): a node sees token ids only.
 #![forbid(unsafe_code)]
 
+pub mod adapter;
 mod block_pool;
 pub mod constraint;
 pub mod defaults;

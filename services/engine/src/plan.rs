@@ -66,6 +66,8 @@ pub struct AdmittedRow {
     pub sampling: Sampling,
     /// Whether the row must not sample without a token bitmask.
     pub constrained: bool,
+    /// Slot of the row's adapter; `None`: the base model.
+    pub adapter: Option<u32>,
 }
 
 /// Token bitmask of one sample of a launched step. A row that verifies draft tokens may have

@@ -1,9 +1,9 @@
 //! Index from token prefixes to the blocks that hold their KV.
 //!
 //! The key of a block is a 128-bit hash of its 16 tokens and of the previous block's key. The chain
-//! starts from model, weights and the tenant's salt, so equal tokens under other weights or another
-//! tenant have different keys. A lookup compares the tokens as well. [`crate::block_pool`] decides
-//! which block is evicted.
+//! starts from model, weights, adapter and the tenant's salt, so equal tokens under other weights,
+//! another adapter or another tenant have different keys. A lookup compares the tokens as well.
+//! [`crate::block_pool`] decides which block is evicted.
 
 use std::collections::BTreeMap;
 
@@ -27,20 +27,24 @@ pub struct CacheSeeds {
 #[derive(Clone, Debug)]
 pub struct HashChain {
     salt: Box<str>,
+    adapter: Option<u128>,
     root: BlockHash,
     keys: KeyChain,
     hashes: Vec<BlockHash>,
 }
 
 impl HashChain {
-    pub fn new(seeds: CacheSeeds, cache_salt: &str) -> Self {
-        let keys = KeyChain::new(seeds.model_fingerprint, seeds.weight_version, cache_salt);
-        Self { salt: cache_salt.into(), root: BlockHash(keys.last()), keys, hashes: Vec::new() }
+    /// Starts a chain. `adapter` is the content hash of the sequence's adapter.
+    pub fn new(seeds: CacheSeeds, adapter: Option<u128>, cache_salt: &str) -> Self {
+        let CacheSeeds { model_fingerprint, weight_version } = seeds;
+        let keys = KeyChain::new(model_fingerprint, weight_version, adapter, cache_salt);
+        let (salt, root) = (cache_salt.into(), BlockHash(keys.last()));
+        Self { salt, adapter, root, keys, hashes: Vec::new() }
     }
 
     /// Replaces the keys by those of other weights.
     pub fn reseed(&mut self, seeds: CacheSeeds, tokens: &[u32]) {
-        *self = Self::new(seeds, &self.salt);
+        *self = Self::new(seeds, self.adapter, &self.salt);
         self.extend(tokens);
     }
 
@@ -195,7 +199,7 @@ mod tests {
     }
 
     fn chain(seeds: CacheSeeds, salt: &str, tokens: &[u32]) -> HashChain {
-        let mut chain = HashChain::new(seeds, salt);
+        let mut chain = HashChain::new(seeds, None, salt);
         chain.extend(tokens);
         chain
     }
@@ -221,10 +225,17 @@ mod tests {
     }
 
     #[test]
-    fn another_salt_model_or_weight_version_never_hits() {
+    fn another_salt_model_weight_version_or_adapter_never_hits() {
         let tokens = tokens(48);
         let (cache, _) = filled(&tokens);
+        let adapted = |adapter| {
+            let mut chain = HashChain::new(SEEDS, Some(adapter), "");
+            chain.extend(&tokens);
+            chain
+        };
+        assert_ne!(adapted(7).hashes(), adapted(8).hashes());
         let others = [
+            adapted(7),
             chain(SEEDS, "tenant", &tokens),
             chain(CacheSeeds { weight_version: 1, ..SEEDS }, "", &tokens),
             chain(CacheSeeds { model_fingerprint: 2, ..SEEDS }, "", &tokens),
@@ -276,7 +287,7 @@ mod tests {
     #[test]
     fn keys_do_not_depend_on_how_the_tokens_became_known() {
         let tokens = tokens(64);
-        let mut grown = HashChain::new(SEEDS, "salt");
+        let mut grown = HashChain::new(SEEDS, None, "salt");
         for known in 0..=tokens.len() {
             grown.extend(&tokens[..known]);
         }

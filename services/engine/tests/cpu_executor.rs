@@ -306,6 +306,7 @@ fn first_step(step_id: u64, token_count: u32) -> StepPlan {
         blocks: vec![BlockId(0)],
         sampling: Sampling::greedy(),
         constrained: false,
+        adapter: None,
     };
     let row = RowPlan {
         slot: Slot(0),

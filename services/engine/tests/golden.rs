@@ -68,6 +68,7 @@ fn golden_tokens_one_prompt_at_a_time_with_cached_prefixes_and_retries() {
         for again in [0, 100] {
             let attempts = (first_id + again..).zip(golden()).map(|(id, golden)| NewSequence {
                 cache_salt: format!("retry {emitted}"),
+                adapter: None,
                 ..attempt(id, &golden, emitted)
             });
             let outcomes = run(&mut engine, attempts.collect());
@@ -140,6 +141,7 @@ fn golden_tokens_with_preemption() {
     let copies = |copy: u32| {
         let of_copy = (10 * u128::from(copy)..).zip(&short).map(move |(id, golden)| NewSequence {
             cache_salt: copy.to_string(),
+            adapter: None,
             ..attempt(id, golden, 0)
         });
         of_copy.collect::<Vec<_>>()

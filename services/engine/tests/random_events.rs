@@ -137,6 +137,7 @@ fn sequence(
         max_tokens: emitted as u32 + shape.max_tokens,
         ignore_stop_tokens: shape.ignore_stop_tokens,
         cache_salt: if shape.salted { "tenant".to_owned() } else { String::new() },
+        adapter: None,
         session: SessionHint {
             session: id.is_multiple_of(3).then_some(family.into()),
             keep: id.is_multiple_of(4).then(|| Duration::from_millis(shape.seed % 500)),

@@ -270,6 +270,7 @@ fn first_step(token_count: u32) -> StepPlan {
         blocks: vec![BlockId(0)],
         sampling: Sampling::greedy(),
         constrained: false,
+        adapter: None,
     };
     let samples = token_count == 10;
     let row = RowPlan { slot, generation, token_count, samples, drafts_max: 0 };

@@ -403,7 +403,7 @@ fn read_config(path: &Path) -> Result<(ModelConfig, Option<ScaleStrategy>), Mode
     Ok((from_hugging_face(&config, generation.as_ref())?, scale_strategy(&config)?))
 }
 
-fn read_json(path: &Path) -> Result<JsonFile, ModelError> {
+pub(crate) fn read_json(path: &Path) -> Result<JsonFile, ModelError> {
     // A shard index of a very large model has about 10 MB; configurations have a few kB.
     const BYTES_MAX: u64 = 64 << 20;
     let metadata = std::fs::metadata(path).map_err(io_error(path, "open"))?;

@@ -6,6 +6,7 @@
 //! * [`ModelConfig`] is the validated configuration, from either format.
 //! * [`Family`] describes the layers of its checkpoints: each is a mixer and a feed-forward
 //!   network.
+//! * [`Adapter`] is a LoRA adapter of a dense model.
 //! * [`Transformer`] packs the weights for a backend of crate `kernels` and runs the forward pass
 //!   of every description.
 //!
@@ -14,6 +15,7 @@
 
 #![forbid(unsafe_code)]
 
+mod adapter;
 pub mod checkpoint;
 pub mod config;
 mod encoding;
@@ -27,6 +29,7 @@ mod rope;
 pub mod transformer;
 mod weight;
 
+pub use adapter::{Adapter, AdapterTable};
 pub use checkpoint::{Checkpoint, FileIdentity, LoadFormat, MatrixFormat, StoredWeight};
 pub use config::ModelConfig;
 pub use error::ModelError;

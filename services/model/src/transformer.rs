@@ -12,6 +12,7 @@ use kernels::{
 };
 
 use crate::{
+    adapter::{AdapterTable, MatrixSlots},
     checkpoint::Checkpoint,
     config::ModelConfig,
     error::ModelError,
@@ -32,6 +33,7 @@ pub struct Transformer<B: Backend> {
     rope_frequencies: B::Vector,
     /// `None` while other weights are packed in their place.
     weights: Option<TransformerWeights<B::Matrix, B::Vector>>,
+    adapters: AdapterTable,
     activations: Activations<B>,
 }
 
@@ -131,6 +133,8 @@ pub struct Limits {
     pub rows_max: usize,
     /// Maximum rows of a forward pass that sample.
     pub sampled_max: usize,
+    /// Number of adapters that the model holds at the same time.
+    pub adapter_slots: usize,
 }
 
 /// Progress of loading, in weight elements.
@@ -317,6 +321,7 @@ impl<B: Backend> Transformer<B> {
         };
         Ok(Self {
             rope_frequencies: backend.vector(&config.rope_frequencies()),
+            adapters: AdapterTable::new(config.layer_count, limits.adapter_slots),
             config,
             shard,
             limits,
@@ -344,6 +349,11 @@ impl<B: Backend> Transformer<B> {
 
     pub fn has_weights(&self) -> bool {
         self.weights.is_some()
+    }
+
+    /// Returns the adapters of the model.
+    pub fn adapters(&self) -> &AdapterTable {
+        &self.adapters
     }
 
     pub fn config(&self) -> &ModelConfig {
@@ -375,7 +385,8 @@ impl<B: Backend> Transformer<B> {
     /// When the model has no weights, the step exceeds the limits, or its blocks have another
     /// layout than this model's KV. All are bugs of the executor.
     pub fn forward(&mut self, backend: &mut B, step: &mut B::Step) -> &B::Buffer {
-        let Self { config, shard, limits, heads, weights, activations, rope_frequencies } = self;
+        let Self { config, shard, limits, heads, weights, adapters, activations, rope_frequencies } =
+            self;
         let weights = weights.as_ref().expect("no forward pass runs without weights");
         let (heads, eps, scale) = (*heads, config.rms_eps, config.attention_scale());
         let Activations {
@@ -408,14 +419,23 @@ impl<B: Backend> Transformer<B> {
         backend.all_reduce(rows, residual);
         let first_norm = &weights.layers.first().expect("a model has layers").mixer_norm;
         backend.rms_norm(rows, residual, first_norm, eps, normed);
+        let adapters = backend.has_adapters(step).then(|| adapters.read());
         for (index, layer) in weights.layers.iter().enumerate() {
+            let adapters = adapters.as_ref().map(|layers| &layers[index]);
             let next = weights.layers.get(index + 1);
             let MixerWeights::Attention { qkv: w, bias, qk_norm, window, output } = &layer.mixer;
             let norms = qk_norm.as_ref().map(|(query, key, _)| (query, key));
             let norm_span = qk_norm.as_ref().map_or(NormSpan::Head, |(_, _, span)| *span);
             let (frequencies, bias) = (&*rope_frequencies, bias.as_ref());
             let head_weights = HeadWeights { frequencies, bias, norms, norm_span, eps };
-            backend.project_heads(index, heads, (&*normed, w), head_weights, qkv, step);
+            match adapters {
+                None => backend.project_heads(index, heads, (&*normed, w), head_weights, qkv, step),
+                Some(adapters) => {
+                    backend.matmul(rows, normed, w, qkv);
+                    backend.add_low_rank(rows, normed, &adapters.qkv, step, qkv);
+                    backend.store_kv(index, heads, head_weights, qkv, step);
+                }
+            }
             // A prefill chunk that does not end its prompt only stores its KV.
             if next.is_none() && sampled_rows == 0 {
                 return logits;
@@ -431,14 +451,23 @@ impl<B: Backend> Transformer<B> {
                 residual = &mut *sampled_residual;
             }
             let norm = (&layer.feed_forward_norm, eps);
-            backend.project_onto_residual(rows, (attended, output), delta, residual, norm, normed);
+            let product = (attended, output, adapters.map(|adapters| &adapters.output));
+            project_onto_residual(backend, rows, product, step, (delta, residual), norm, normed);
 
             let norm = (next.map_or(&weights.output_norm, |next| &next.mixer_norm), eps);
             match &layer.feed_forward {
                 FeedForwardWeights::Gated { gate_up: w, down } => {
-                    backend.project_gated(rows, (normed, w), gate_up, activated);
-                    let product = (&*activated, down);
-                    backend.project_onto_residual(rows, product, delta, residual, norm, normed);
+                    match adapters {
+                        None => backend.project_gated(rows, (normed, w), gate_up, activated),
+                        Some(adapters) => {
+                            backend.matmul(rows, normed, w, gate_up);
+                            backend.add_low_rank(rows, normed, &adapters.gate_up, step, gate_up);
+                            backend.silu_mul(rows, gate_up, activated);
+                        }
+                    }
+                    let product = (&*activated, down, adapters.map(|adapters| &adapters.down));
+                    let stream = (&mut *delta, residual);
+                    project_onto_residual(backend, rows, product, step, stream, norm, normed);
                 }
                 FeedForwardWeights::Experts { router, bias, shared, experts, first, choice } => {
                     let shared = shared.as_ref().map(SharedExpertWeights::borrowed);
@@ -454,6 +483,25 @@ impl<B: Backend> Transformer<B> {
         backend.matmul(sampled_rows, normed, output, logits);
         logits
     }
+}
+
+/// Computes [`Backend::project_onto_residual`], with the updates of the rows' adapters.
+fn project_onto_residual<B: Backend>(
+    backend: &mut B,
+    rows: usize,
+    (x, w, adapters): (&B::Buffer, &B::Matrix, Option<&MatrixSlots>),
+    step: &B::Step,
+    (delta, residual): (&mut B::Buffer, &mut B::Buffer),
+    (norm, eps): (&B::Vector, f32),
+    out: &mut B::Buffer,
+) {
+    let Some(adapters) = adapters else {
+        return backend.project_onto_residual(rows, (x, w), delta, residual, (norm, eps), out);
+    };
+    backend.matmul(rows, x, w, delta);
+    backend.add_low_rank(rows, x, adapters, step, delta);
+    backend.all_reduce(rows, delta);
+    backend.add_rms_norm(rows, residual, delta, norm, eps, out);
 }
 
 /// Packs the weights of a checkpoint and counts their parameters.

@@ -305,6 +305,12 @@ impl Weight {
         }
     }
 
+    /// Returns rows and columns of a matrix.
+    pub(crate) fn matrix_shape(self, config: &ModelConfig) -> (usize, usize) {
+        let (rows, cols) = self.axes();
+        (rows.len(config), cols.len(config))
+    }
+
     /// Returns the part of the weight that a rank loads, which has no rows of an expert that the
     /// rank lacks. The parts of the embedding and of the output have the same rows.
     ///

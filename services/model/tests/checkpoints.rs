@@ -334,7 +334,7 @@ fn non_finite_norms_are_rejected() {
 fn load(checkpoint: &Checkpoint, weights: WeightFormat) -> Result<(), ModelError> {
     let options = CpuOptions { weights, threads: 2, isa: Isa::Auto };
     let backend = CpuBackend::new(options).unwrap();
-    let limits = Limits { rows_max: 1, sampled_max: 1 };
+    let limits = Limits { rows_max: 1, sampled_max: 1, adapter_slots: 0 };
     Transformer::load(checkpoint, &backend, limits, &mut |_| ()).map(drop)
 }
 

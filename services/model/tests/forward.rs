@@ -141,7 +141,7 @@ fn progress_counts_every_parameter_once() {
     })
     .unwrap();
     let mut seen: Vec<LoadProgress> = Vec::new();
-    let limits = Limits { rows_max: 1, sampled_max: 1 };
+    let limits = Limits { rows_max: 1, sampled_max: 1, adapter_slots: 0 };
     Transformer::load(&checkpoint, &backend, limits, &mut |progress| seen.push(progress)).unwrap();
     let total = checkpoint.config().parameter_count();
     assert!(seen.iter().all(|progress| progress.parameters_total == total));

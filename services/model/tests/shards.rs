@@ -226,7 +226,7 @@ fn unsupported_rank_counts_are_rejected_with_the_supported_ones() {
         let region = region("refused", CpuGroup::region_bytes(shard.rank_count()));
         let group = CpuGroup::new(&region, 0, shard, Duration::from_secs(1));
         let backend = CpuBackend::new(options).unwrap().in_group(group);
-        let limits = Limits { rows_max: 1, sampled_max: 1 };
+        let limits = Limits { rows_max: 1, sampled_max: 1, adapter_slots: 0 };
         Transformer::load(checkpoint, &backend, limits, progress).map(drop)
     };
     let three = dummy(folder.path(), json!({"num_attention_heads": 9, "num_key_value_heads": 3}));

@@ -61,6 +61,8 @@ pub struct NewAttempt {
     pub weight_version: u64,
     /// Sequence for the scheduler, without the constraint that is compiled from `grammar` later.
     pub sequence: NewSequence,
+    /// Content hash of the adapter; `None`: the base model.
+    pub adapter: Option<u128>,
     /// The grammar of structured output.
     pub grammar: Option<Grammar>,
     /// The other end of the transfer; `None`: this node prefills and decodes.
@@ -104,10 +106,12 @@ impl NewAttempt {
         self.sequence.id
     }
 
-    /// Returns the xxh3-128 hash of the token ids, which both ends of a transfer compare.
+    /// Returns the xxh3-128 hash of the token ids and of the adapter's content hash, which both ends
+    /// of a transfer compare.
     pub fn prompt_hash(&self) -> u128 {
-        let bytes: Vec<u8> =
-            self.sequence.tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
+        let adapter = self.adapter.map(u128::to_le_bytes);
+        let tokens = self.sequence.tokens.iter().flat_map(|token| token.to_le_bytes());
+        let bytes: Vec<u8> = adapter.into_iter().flatten().chain(tokens).collect();
         xxh3_128(&bytes)
     }
 
@@ -137,6 +141,10 @@ impl NewAttempt {
             return Err(invalid("attempt.cache_salt", format!("{salt_bytes} bytes"), expected));
         }
         let session = session_hint(&attempt)?;
+        let adapter = match attempt.adapter.is_empty() {
+            true => None,
+            false => Some(id("attempt.adapter", &attempt.adapter)?),
+        };
         let wire = attempt.sampling.ok_or_else(|| missing("attempt.sampling"))?;
         let (max_tokens, ignore_stop_tokens) = (wire.max_tokens, wire.ignore_stop_tokens);
         let emitted = attempt.tokens.len() as u32 - attempt.prompt_len;
@@ -167,10 +175,12 @@ impl NewAttempt {
                 max_tokens,
                 ignore_stop_tokens,
                 cache_salt: attempt.cache_salt,
+                adapter: None,
                 session,
                 constraint: None,
                 deadline: now + Duration::from_millis(remaining_ms),
             },
+            adapter,
             grammar,
             peer: None,
             traceparent,
@@ -530,6 +540,7 @@ mod tests {
                 node_epoch: bytes(7),
                 weight_version: 1,
                 grammar: None,
+                adapter: bytes::Bytes::new(),
             }),
             decode: Some(v1::Peer {
                 node_id: "decode-0".into(),
@@ -554,12 +565,15 @@ mod tests {
     }
 
     #[test]
-    fn prompt_hash_depends_only_on_the_tokens() {
+    fn prompt_hash_depends_only_on_tokens_and_adapter() {
         let hash = check(good()).unwrap().prompt_hash();
         let mut other = good();
         other.attempt.as_mut().unwrap().remaining_ms = 2000;
         assert_eq!(check(other.clone()).unwrap().prompt_hash(), hash);
         other.attempt.as_mut().unwrap().tokens[0] = 6;
+        assert_ne!(check(other).unwrap().prompt_hash(), hash);
+        let mut other = good();
+        other.attempt.as_mut().unwrap().adapter = vec![9; 16].into();
         assert_ne!(check(other).unwrap().prompt_hash(), hash);
     }
 
@@ -568,6 +582,7 @@ mod tests {
         type Spoil = fn(&mut v1::PrefillRequest, &mut v1::Attempt, &mut v1::Sampling);
         let cases: &[(&str, Spoil)] = &[
             ("attempt.request_id: 3 bytes", |_, a, _| a.request_id = vec![1, 2, 3].into()),
+            ("attempt.adapter: 3 bytes", |_, a, _| a.adapter = vec![1, 2, 3].into()),
             ("attempt.transfer_id: 0 bytes", |_, a, _| a.transfer_id = vec![].into()),
             ("attempt.node_epoch: 17 bytes", |_, a, _| a.node_epoch = vec![0; 17].into()),
             ("node_epoch = ", |_, a, _| a.node_epoch = bytes(8)),

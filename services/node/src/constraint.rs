@@ -203,6 +203,7 @@ mod tests {
             max_tokens: 5,
             ignore_stop_tokens,
             cache_salt: String::new(),
+            adapter: None,
             session: Default::default(),
             constraint: None,
             deadline: Instant::now(),

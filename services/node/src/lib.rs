@@ -18,6 +18,7 @@
 
 #![forbid(unsafe_code)]
 
+mod adapters;
 pub mod attempt;
 mod authentication;
 mod callers;

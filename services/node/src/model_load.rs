@@ -19,6 +19,7 @@ use telemetry::Metrics;
 use tracing::info;
 
 use crate::{
+    adapters::NodeAdapters,
     device::{self, ChosenDevice, ReadyGpu},
     identity,
     memory_limit::{self, HostBytes, MemoryShare},
@@ -45,6 +46,7 @@ pub(crate) struct Loaded {
     pub cpu_fallback: Option<String>,
     /// Whether the executor returns pooled values: only one rank on CPUs does.
     pub pooling: bool,
+    pub adapters: NodeAdapters,
 }
 
 /// Fetches, opens and packs the model within [`LOAD_MAX`], and exports how long that took. Returns
@@ -181,6 +183,9 @@ fn load_weights(
             }
         }
     };
+    let is_gpu = matches!(traits.device, NodeDevice::Gpu { .. });
+    let slots = executor.adapter_slots();
+    let adapters = NodeAdapters::load(config, model, is_gpu, slots.as_deref())?;
     let fingerprint = fingerprint()?;
     // The weights are those of one version of the files.
     checkpoint.check_unchanged()?;
@@ -211,7 +216,8 @@ fn load_weights(
         defaults,
         cpus,
         cpu_fallback,
-        pooling: tp == 1 && matches!(traits.device, NodeDevice::Cpu),
+        pooling: tp == 1 && !is_gpu,
+        adapters,
     };
     Ok((loaded, executor))
 }

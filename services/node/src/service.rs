@@ -24,6 +24,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Code, Request, Response, Status, metadata::MetadataMap};
 
 use crate::{
+    adapters::NodeAdapters,
     attempt::{self, AttemptLimits, NewAttempt},
     authentication::Proof,
     grammars::Grammars,
@@ -44,6 +45,7 @@ pub(crate) struct NodeService {
     role: Role,
     limits: AttemptLimits,
     grammars: Grammars,
+    adapters: NodeAdapters,
     inbox: EngineInbox,
     /// Checks the tags of peers.
     secret: ClusterSecret,
@@ -59,13 +61,24 @@ impl NodeService {
         role: Role,
         limits: AttemptLimits,
         grammars: Grammars,
+        adapters: NodeAdapters,
         inbox: EngineInbox,
         secret: ClusterSecret,
         draining: CancellationToken,
     ) -> Self {
         let observer_permits = observe::permits();
         let trace_permit = Arc::new(Semaphore::new(1));
-        Self { role, limits, grammars, inbox, secret, observer_permits, trace_permit, draining }
+        Self {
+            role,
+            limits,
+            grammars,
+            adapters,
+            inbox,
+            secret,
+            observer_permits,
+            trace_permit,
+            draining,
+        }
     }
 
     /// Rejects a peer in `field` that is not a member of the cluster. Needed because a call's token
@@ -107,7 +120,8 @@ impl NodeService {
         self.check_member(field, peer.as_ref())?;
         // 2. Every field is valid.
         let traceparent = traceparent(request.metadata());
-        let attempt = checked(request.into_inner(), traceparent, &self.limits, Instant::now())?;
+        let mut attempt = checked(request.into_inner(), traceparent, &self.limits, Instant::now())?;
+        attempt.sequence.adapter = self.adapters.of_attempt(attempt.adapter)?;
         // 3. The grammar is compiled.
         let attempt = self.grammars.constrained(attempt).await?;
         // 4. The engine thread gives the attempt to `NodeCore`, which accepts it. From here on
@@ -260,7 +274,9 @@ impl From<Refusal> for Status {
             Refusal::Draining => Code::Unavailable,
             Refusal::Duplicate { .. } => Code::AlreadyExists,
             Refusal::OtherEpoch { .. } | Refusal::OtherRole { .. } => Code::FailedPrecondition,
-            Refusal::OtherWeights { .. } | Refusal::WeightsChanged => Code::Aborted,
+            Refusal::OtherWeights { .. }
+            | Refusal::OtherAdapter { .. }
+            | Refusal::WeightsChanged => Code::Aborted,
             Refusal::MatcherFailed { .. } => Code::DataLoss,
             Refusal::NoGrammar { .. } => Code::Unimplemented,
             Refusal::Deadline => Code::DeadlineExceeded,
@@ -312,6 +328,7 @@ mod tests {
             Role::Prefill,
             LIMITS,
             grammars,
+            NodeAdapters::default(),
             inbox,
             secret.clone(),
             draining.clone(),

@@ -14,7 +14,7 @@ use model::ModelError;
 use telemetry::TelemetryError;
 use tokio::task::JoinError;
 
-use crate::settings::SettingsError;
+use crate::{adapters::AdapterError, settings::SettingsError};
 
 /// Reason why a node cannot start.
 #[derive(Debug, thiserror::Error)]
@@ -40,6 +40,8 @@ pub enum NodeStartError {
     Hub(#[from] hub::HubError),
     #[error(transparent)]
     Model(#[from] ModelError),
+    #[error(transparent)]
+    Adapters(#[from] AdapterError),
     #[error(transparent)]
     Arena(#[from] ArenaError),
     #[error(transparent)]

@@ -37,6 +37,7 @@ use serde::{Deserialize, Serialize};
 use tracing::{info, warn};
 
 use crate::{
+    adapters,
     device::{self, ReadyGpu},
     settings::{self, BatchSizes, SettingsError},
     start_error::NodeStartError,
@@ -239,6 +240,7 @@ fn on_cpu(
     let group = CpuGroup::new(&region, 0, shard, EXCHANGE_TIMEOUT);
     let cpus = (threads, &cpus[..]);
     let executor = device::start_cpu(config, &checkpoint, cpus, &arena, start.sizes, Some(group))?;
+    adapters::load_rank(config, executor.adapter_slots().as_deref())?;
     info!(rank = spec.rank, of = spec.of, "loaded the rank's part of the weights");
     Ok(executor)
 }

@@ -47,5 +47,6 @@ pub(crate) fn record() -> NodeRecord {
         cpu_fallback: None,
         peer_tag: vec![1; 32],
         pooling: false,
+        adapters: Vec::new(),
     }
 }

@@ -59,6 +59,7 @@ fn admitted() -> impl Strategy<Value = AdmittedRow> {
             blocks,
             sampling,
             constrained: numbers.4,
+            adapter: None,
         },
     )
 }

@@ -334,6 +334,7 @@ fn sequence(id: u128, prompt: usize, max_tokens: u32) -> NewSequence {
         max_tokens,
         ignore_stop_tokens: true,
         cache_salt: String::new(),
+        adapter: None,
         session: Default::default(),
         constraint: None,
         deadline: Instant::now() + Duration::from_secs(1 << 20),

@@ -94,6 +94,8 @@ pub struct RequestSession {
 pub struct AnswerSpec {
     pub request_id: RequestId,
     pub model: Arc<str>,
+    /// Content hash of the model's LoRA adapter; `None`: the base model.
+    pub adapter: Option<u128>,
     pub prompt: Arc<[u32]>,
     /// Keys under which nodes may have cached the prompt's blocks.
     pub prefix: Arc<[PrefixKeys]>,
@@ -315,6 +317,7 @@ impl RequestCore {
             any_weights: self.any_weights,
             grammar_version: self.spec.grammar_version,
             pooling,
+            adapter: self.spec.adapter,
             exclude_decode: self.recovery.avoid_decode(),
             // The node of a pooled attempt may have either role.
             exclude_prefill: match pooling {
@@ -398,6 +401,9 @@ impl RequestCore {
             node_epoch: Bytes::copy_from_slice(&node.epoch.to_bytes()),
             weight_version: node.identity.weight_version,
             grammar: spec.grammar.as_deref().cloned(),
+            adapter: spec
+                .adapter
+                .map_or_else(Bytes::new, |hash| Bytes::copy_from_slice(&hash.to_be_bytes())),
         }
     }
 

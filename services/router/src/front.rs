@@ -127,6 +127,40 @@ impl Front {
     }
 }
 
+impl Front {
+    /// Returns the model of this name or alias, or the adapter of the name MODEL:ADAPTER. Without a
+    /// name, returns the first model that the caller may use. Names that the caller may not use are
+    /// unknown to the caller.
+    pub(crate) fn find_model(
+        &self,
+        name: Option<&str>,
+        caller: &Caller,
+    ) -> Result<NamedModel, RequestError> {
+        if let Some(found) = self.models.find(name, caller) {
+            return Ok(found);
+        }
+        let name = name.unwrap_or_default();
+        let adapted = name.rsplit_once(':').and_then(|(model, adapter)| {
+            let model = self.models.by_name.get(model)?;
+            let content_hash = *self.nodes.adapters(&model.name).get(adapter)?;
+            NamedModel::adapter(model, (adapter, content_hash), caller)
+        });
+        adapted.ok_or_else(|| RequestError::UnknownModel {
+            model: name.chars().take(MODEL_CHARS_MAX).collect(),
+            served: self.model_names(caller).iter().map(|named| named.name.to_string()).collect(),
+        })
+    }
+
+    /// Returns every name, alias and adapter that the caller may use.
+    pub(crate) fn model_names(&self, caller: &Caller) -> Vec<NamedModel> {
+        let adapters = self.models.all().iter().flat_map(|model| {
+            let adapters = self.nodes.adapters(&model.name).into_iter();
+            adapters.filter_map(|(name, hash)| NamedModel::adapter(model, (&name, hash), caller))
+        });
+        self.models.names(caller).chain(adapters).collect()
+    }
+}
+
 /// A model's name and its text processing, for [`start`](crate::start).
 #[derive(Clone)]
 pub struct ModelSource {
@@ -146,8 +180,10 @@ pub(crate) struct ServedModel {
 #[derive(Clone)]
 pub(crate) struct NamedModel {
     pub model: Arc<ServedModel>,
-    /// The model's name or an alias.
+    /// The model's name or an alias; with an adapter, MODEL:ADAPTER.
     pub name: Arc<str>,
+    /// Content hash of the LoRA adapter that the name has.
+    pub adapter: Option<u128>,
 }
 
 /// All served models; at least one.
@@ -204,32 +240,42 @@ impl Models {
     }
 
     /// Returns every name and alias that the caller may use.
-    pub(crate) fn names(&self, caller: &Caller) -> impl Iterator<Item = NamedModel> {
+    fn names(&self, caller: &Caller) -> impl Iterator<Item = NamedModel> {
         self.by_name
             .iter()
             .filter(|(_, model)| caller.may_use(&model.name))
-            .map(|(name, model)| NamedModel { model: model.clone(), name: name.clone() })
+            .map(|(name, model)| NamedModel::base(name, model))
     }
 
     /// Returns the model of this name or alias; the first model that the caller may use for no name
     /// or an empty one. A model that the caller may not use is unknown to the caller.
-    pub(crate) fn find(
-        &self,
-        name: Option<&str>,
-        caller: &Caller,
-    ) -> Result<NamedModel, RequestError> {
+    fn find(&self, name: Option<&str>, caller: &Caller) -> Option<NamedModel> {
         let Some(name) = name.filter(|name| !name.is_empty()) else {
-            let model = self.all.iter().find(|model| caller.may_use(&model.name));
-            let model = model.expect("a key allows at least one served model").clone();
-            return Ok(NamedModel { name: model.name.clone(), model });
+            let model = self.all.iter().find(|model| caller.may_use(&model.name))?;
+            return Some(NamedModel::base(&model.name, model));
         };
-        let found = self.by_name.get_key_value(name);
-        match found.filter(|(_, model)| caller.may_use(&model.name)) {
-            Some((name, model)) => Ok(NamedModel { model: model.clone(), name: name.clone() }),
-            None => Err(RequestError::UnknownModel {
-                model: name.chars().take(MODEL_CHARS_MAX).collect(),
-                served: self.names(caller).map(|named| named.name.to_string()).collect(),
-            }),
-        }
+        let (name, model) = self.by_name.get_key_value(name)?;
+        caller.may_use(&model.name).then(|| NamedModel::base(name, model))
+    }
+}
+
+impl NamedModel {
+    fn base(name: &Arc<str>, model: &Arc<ServedModel>) -> Self {
+        Self { model: model.clone(), name: name.clone(), adapter: None }
+    }
+
+    /// Returns the adapter of this name and content; `None` if the caller may not use the adapter.
+    fn adapter(
+        model: &Arc<ServedModel>,
+        (adapter, content_hash): (&str, u128),
+        caller: &Caller,
+    ) -> Option<Self> {
+        let name = format!("{}:{adapter}", model.name);
+        let is_allowed = caller.may_use(&name);
+        is_allowed.then(|| Self {
+            model: model.clone(),
+            name: name.into(),
+            adapter: Some(content_hash),
+        })
     }
 }

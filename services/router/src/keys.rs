@@ -16,6 +16,7 @@ use std::{
     time::Instant,
 };
 
+use cluster::is_adapter_name;
 use credentials::{Reload, Reloaded, SettingFile};
 use http::{HeaderMap, HeaderName, Request, header};
 use ring::digest::{SHA256, digest};
@@ -198,7 +199,12 @@ fn allowed_models(
 ) -> Result<Option<BTreeSet<Arc<str>>>, String> {
     let Some(models) = &entry.models else { return Ok(None) };
     let model = |name: &String| {
-        served.get(name.as_str()).cloned().ok_or_else(|| {
+        let adapted = || {
+            let (model, adapter) = name.rsplit_once(':')?;
+            let model = served.get(model).filter(|_| is_adapter_name(adapter))?;
+            Some(format!("{model}:{adapter}").into())
+        };
+        served.get(name.as_str()).cloned().or_else(adapted).ok_or_else(|| {
             let names: Vec<&str> = served.keys().map(|name| &**name).collect();
             format!(
                 "key {}: models has an unknown model; expected {}",
@@ -223,7 +229,8 @@ fn cache_scope(entry: &file::KeyEntry) -> String {
 
 struct Key {
     name: Arc<str>,
-    /// Names of the allowed models, without aliases; `None` is all models.
+    /// Names of the allowed models, without aliases, and of adapters as MODEL:ADAPTER; `None` is all
+    /// models and adapters.
     models: Option<BTreeSet<Arc<str>>>,
     flow: Flow,
     limits: KeyLimits,
@@ -263,7 +270,8 @@ impl Caller {
         self.0.as_deref().map(|key| &*key.name)
     }
 
-    /// Returns whether the caller may use the model of this name, which must not be an alias.
+    /// Returns whether the caller may use the model of this name, which must not be an alias, or the
+    /// adapter MODEL:ADAPTER.
     pub(crate) fn may_use(&self, model: &str) -> bool {
         let models = self.0.as_deref().and_then(|key| key.models.as_ref());
         models.is_none_or(|models| models.contains(model))
@@ -478,6 +486,12 @@ mod tests {
         let caller = Caller(keys.into_values().next());
         assert!(caller.may_use("one") && !caller.may_use("two"));
         assert!(Caller::default().may_use("two"));
+
+        assert!(!caller.may_use("one:sql"), "an adapter is listed by its own name");
+        let keys = read("models = [\"uno:sql\"]").unwrap();
+        let caller = Caller(keys.into_values().next());
+        assert!(caller.may_use("one:sql") && !caller.may_use("one") && !caller.may_use("one:law"));
+        assert!(read("models = [\"three:sql\"]").is_err() && read("models = [\"one:\"]").is_err());
     }
 
     #[tokio::test]

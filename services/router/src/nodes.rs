@@ -8,7 +8,7 @@ mod watch;
 mod weights;
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     error::Error as _,
     pin::Pin,
     sync::{
@@ -173,6 +173,22 @@ impl Nodes {
             let records = records.filter(|record| record.model == model);
             records.map(|record| record.pooling).max()
         })
+    }
+
+    /// Returns the adapters of this model by name, each with the content hash that most decode nodes
+    /// have. Nodes may differ while an adapter is replaced on one after the other.
+    pub(crate) fn adapters(&self, model: &str) -> BTreeMap<String, u128> {
+        let mut counts: BTreeMap<(String, u128), usize> = BTreeMap::new();
+        self.directory(|directory| {
+            let records = directory.serving(Role::Decode).filter(|record| record.model == model);
+            for adapter in records.flat_map(|record| &record.adapters) {
+                *counts.entry((adapter.name.clone(), adapter.content_hash)).or_default() += 1;
+            }
+        });
+        let mut counts: Vec<_> = counts.into_iter().collect();
+        // The last of several entries of a name stays.
+        counts.sort_by_key(|(_, count)| *count);
+        counts.into_iter().map(|(adapter, _)| adapter).collect()
     }
 
     /// Returns the distinct cache identities of the nodes of this model that can be picked now, at

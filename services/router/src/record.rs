@@ -444,9 +444,10 @@ fn no_pick(reason: &NoNode) -> PickDecision {
         NoNode::Busy { .. } => PickDecision::NoneBusy,
         NoNode::NoneFits { .. } => PickDecision::NoneNoPartner,
         NoNode::Excluded { .. } | NoNode::Broken { .. } => PickDecision::NoneExcluded,
-        NoNode::TooLong { .. } | NoNode::NoGrammar { .. } | NoNode::NoPooling { .. } => {
-            PickDecision::NoneUnfit
-        }
+        NoNode::TooLong { .. }
+        | NoNode::NoGrammar { .. }
+        | NoNode::NoPooling { .. }
+        | NoNode::NoAdapter { .. } => PickDecision::NoneUnfit,
         NoNode::NoneListed { .. }
         | NoNode::OtherModel { .. }
         | NoNode::NoneUp { .. }

@@ -22,7 +22,7 @@ use tokio::{
 use tracing::{Instrument, Span};
 
 use crate::{
-    front::{Front, ServedModel},
+    front::{Front, NamedModel, ServedModel},
     keys::{Caller, OpenStreams},
     record::RequestRecord,
     request::{
@@ -62,7 +62,7 @@ pub(crate) struct GenerationFields {
 pub(crate) struct ParsedRequest {
     pub request_id: RequestId,
     pub tenant: Option<Tenant>,
-    pub model: Arc<ServedModel>,
+    pub model: NamedModel,
     pub fields: GenerationFields,
     pub timeout: Duration,
     /// Whether the answer is detokenized.
@@ -133,7 +133,7 @@ pub(crate) async fn start(
     mut record: RequestRecord,
     span: Span,
 ) -> Result<RunningRequest, RequestError> {
-    record.set_model(&parsed.model);
+    record.set_model(&parsed.model.model);
     record.read();
     let choices = parsed.fields.choices as usize;
     match prepare(front, parsed, &record).instrument(span.clone()).await {
@@ -165,6 +165,7 @@ async fn prepare(
 ) -> Result<(PreparedRequest, Vec<AnswerSpec>), RequestError> {
     let deadline = RequestDeadline::after(parsed.timeout);
     let ParsedRequest { request_id, tenant, model, mut fields, with_text, .. } = parsed;
+    let NamedModel { model, adapter, .. } = model;
     check_output(front, &model, &fields.options)?;
     let parallel = check_answer_count(front, record.caller(), &fields)?;
     let mut options = fields.options.or(model.text.sampling_defaults());
@@ -196,6 +197,7 @@ async fn prepare(
     let cache_salt = record.caller().salt_for_nodes(tenant.as_ref(), &options.cache_salt);
     let keying = Arc::new(CacheKeying {
         identities: front.nodes.cache_identities(&model.name),
+        adapter,
         salt: cache_salt.clone(),
     });
     let cache_salt: Arc<str> = cache_salt.into();
@@ -225,6 +227,7 @@ async fn prepare(
         let answer = AnswerSpec {
             request_id,
             model: model.name.clone(),
+            adapter,
             prompt: tokens.into(),
             prefix: prefix.into(),
             sampling,

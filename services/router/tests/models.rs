@@ -334,3 +334,31 @@ async fn version_and_ping_are_those_of_vllm() {
         assert_eq!((answer.status, answer.json()), (health.status, health.json()));
     }
 }
+
+#[tokio::test]
+async fn adapters_have_names_of_their_own_and_nodes_get_their_content_hash() {
+    let (prefill, decode) = Cluster::nodes(1, 2, "yes");
+    prefill[0].announce_adapters(&[("sql", 7)]);
+    decode[0].announce_adapters(&[("sql", 7)]);
+    let cluster = Cluster::start_over(settings(), prefill, decode).await;
+    let name = format!("{MODEL}:sql");
+    let models = cluster.client.get("/v1/models").await.json();
+    assert_eq!(models["data"][1]["id"], json!(name));
+    assert_eq!(models["data"][1]["parent"], json!(MODEL));
+    assert_eq!(cluster.client.get(&format!("/v1/models/{name}")).await.status.as_u16(), 200);
+    for _ in 0..4 {
+        let body = json!({"model": name, "prompt": "hi", "max_tokens": 2});
+        let answer = cluster.client.post("/v1/completions", &body).await;
+        assert_eq!((answer.status.as_u16(), &answer.json()["model"]), (200, &json!(name)));
+    }
+    let adapters = |node: &ScriptedNode| -> Vec<Vec<u8>> {
+        node.calls().iter().map(|call| call.attempt.adapter.to_vec()).collect()
+    };
+    assert_eq!(adapters(&cluster.decode[0]), vec![7_u128.to_be_bytes().to_vec(); 4]);
+    assert_eq!(cluster.decode[1].calls().len(), 0, "the node lacks the adapter");
+    let body = json!({"model": format!("{MODEL}:law"), "prompt": "hi"});
+    let unknown = cluster.client.post("/v1/completions", &body).await;
+    assert_eq!(unknown.status.as_u16(), 404);
+    let message = unknown.json()["error"]["message"].to_string();
+    assert!(message.contains(&name), "{message}");
+}

@@ -124,6 +124,7 @@ impl RequestPlan {
             max_tokens: self.max_tokens,
             ignore_stop_tokens: self.ignore_stop_tokens,
             cache_salt: String::new(),
+            adapter: None,
             session: Default::default(),
             constraint: None,
             deadline: Instant::now(),

@@ -131,6 +131,7 @@ impl Process {
             cpu_fallback: None,
             peer_tag: vec![1; 32],
             pooling: false,
+            adapters: Vec::new(),
         };
         let seeds = identity::cache_seeds(&identity);
         let scheduler = Scheduler::new(plan.scheduler, seeds).expect("the plan is consistent");

@@ -526,6 +526,7 @@ pub fn random_sequence(
         max_tokens,
         ignore_stop_tokens: true,
         cache_salt: String::new(),
+        adapter: None,
         session: Default::default(),
         constraint: None,
         deadline: Instant::now() + Duration::from_secs(3600),

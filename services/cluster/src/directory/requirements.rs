@@ -29,6 +29,8 @@ pub struct NodeRequirements<'a> {
     /// Whether the attempt returns pooled values and ends with its prompt. A prefill node computes
     /// them alone.
     pub pooling: bool,
+    /// Content hash of the adapter that the nodes must have; `None`: the base model.
+    pub adapter: Option<u128>,
     /// Decode node processes that already failed this request.
     pub exclude_decode: &'a [Epoch],
     /// Prefill node processes that already failed this request.

@@ -171,7 +171,7 @@ fn always_picks_a_pair_and_never_does_not() {
 fn each_policy_picks_by_its_own_criterion() {
     let tokens: Vec<u32> = (0..805).collect();
     let identity = CacheIdentity::of(&record(Role::Decode, 1).identity);
-    let prefix = [PrefixKeys::new(identity, "", &tokens)];
+    let prefix = [PrefixKeys::new(identity, None, "", &tokens)];
     let picked_by = |policy| {
         let mut world = World::with(Selection { disaggregate: Disaggregate::Auto, policy });
         let with = |running, pending_prompt_tokens, divisor| {
@@ -218,7 +218,7 @@ fn each_policy_picks_by_its_own_criterion() {
 fn prefix_in_memory_is_preferred_to_a_tier_and_a_tier_to_computing() {
     let tokens: Vec<u32> = (0..805).collect();
     let identity = CacheIdentity::of(&record(Role::Decode, 1).identity);
-    let prefix = [PrefixKeys::new(identity, "", &tokens)];
+    let prefix = [PrefixKeys::new(identity, None, "", &tokens)];
     let bytes = |keys: &[u128]| keys.iter().map(|key| key.to_be_bytes().to_vec().into()).collect();
     // Node 11 has the prefix in memory, node 12 on its disk, node 14 in host memory, and node 13
     // nowhere.
@@ -262,7 +262,7 @@ fn prefix_in_memory_is_preferred_to_a_tier_and_a_tier_to_computing() {
 fn decode_node_without_a_fitting_prefill_node_is_chosen_by_its_own_prefill() {
     let tokens: Vec<u32> = (0..805).collect();
     let identity = CacheIdentity::of(&record(Role::Decode, 1).identity);
-    let prefix = [PrefixKeys::new(identity, "", &tokens)];
+    let prefix = [PrefixKeys::new(identity, None, "", &tokens)];
     let mut other = record(Role::Prefill, 1);
     other.identity.weight_version += 1;
     for prefill_record in [None, Some(other)] {
@@ -289,7 +289,7 @@ fn request_waits_for_the_node_with_its_prefix_if_another_node_computes_much_more
     let with = |load: Load| Load { step_costs: Some(costs), ..load };
     let tokens: Vec<u32> = (0..1600).collect();
     let identity = CacheIdentity::of(&record(Role::Prefill, 1).identity);
-    let prefix = [PrefixKeys::new(identity, "", &tokens)];
+    let prefix = [PrefixKeys::new(identity, None, "", &tokens)];
     let pick = |cached: usize, waited: u64| {
         let selection = Selection { disaggregate: Disaggregate::Always, ..DEFAULT };
         let mut world = cluster(selection, &[], &[with(load())]);

@@ -4,7 +4,8 @@ use std::{collections::BTreeMap, time::Duration};
 
 use crate::world::*;
 use cluster::{
-    CacheIdentity, Load, ModelIdentity, NoNode, NodeRecord, NodeRequirements, PrefixKeys, Role,
+    Adapter, CacheIdentity, Load, ModelIdentity, NoNode, NodeRecord, NodeRequirements, PrefixKeys,
+    Role,
 };
 
 fn three() -> World {
@@ -69,7 +70,7 @@ fn a_cached_prefix_draws_a_request_until_load_outweighs_it() {
     let mut world = World::new();
     let tokens: Vec<u32> = (0..805).collect();
     let identity = CacheIdentity::of(&record(Role::Decode, 1).identity);
-    let prefix = [PrefixKeys::new(identity, "", &tokens)];
+    let prefix = [PrefixKeys::new(identity, None, "", &tokens)];
     let keys = prefix[0].keys();
     for number in 1..=2 {
         let node = decode(number);
@@ -99,7 +100,7 @@ fn prefix_keys_of_another_identity_have_no_effect() {
     let mut retrained = record(Role::Decode, 2);
     retrained.identity.weight_version += 1;
     let [keys_of_ours, keys_of_retrained] = [&ours, &retrained]
-        .map(|record| PrefixKeys::new(CacheIdentity::of(&record.identity), "", &tokens));
+        .map(|record| PrefixKeys::new(CacheIdentity::of(&record.identity), None, "", &tokens));
     for (port, record) in [(1, &ours), (2, &retrained)] {
         world.join(&decode(port));
         // Both nodes report the keys of the new weights.
@@ -246,6 +247,29 @@ fn a_grammar_goes_to_nodes_that_announce_its_version() {
     assert!(matches!(world.pick(&with(2)), Err(NoNode::NoGrammar { version: 2, .. })));
     world.up(&decode(3), &of(3, 2), busy);
     assert_eq!(world.pick(&with(2)).unwrap().record.epoch, epoch(3));
+}
+
+#[test]
+fn an_adapter_is_computed_by_nodes_that_have_its_content() {
+    let mut world = World::new();
+    let with = |adapter| NodeRequirements { adapter, ..requirements(800) };
+    let of = |role, number, hashes: &[u128]| {
+        let adapter = |&content_hash| Adapter { name: "sql".into(), content_hash };
+        NodeRecord { adapters: hashes.iter().map(adapter).collect(), ..record(role, number) }
+    };
+    world.up(&decode(1), &of(Role::Decode, 1, &[8]), idle());
+    assert_eq!(world.pick(&with(Some(7))).unwrap_err(), NoNode::NoAdapter { role: Role::Decode });
+    assert_eq!(world.pick(&with(None)).unwrap().record.epoch, epoch(1));
+    let busy = Load { waiting: 50, pending_prompt_tokens: 100_000, ..idle() };
+    world.up(&decode(2), &of(Role::Decode, 2, &[6, 7]), busy);
+    assert_eq!(world.pick(&with(Some(7))).unwrap().record.epoch, epoch(2));
+    // A prefill node without the adapter cannot prefill for it.
+    world.up(&prefill(3), &of(Role::Prefill, 3, &[]), idle());
+    assert!(world.pick_nodes(&with(Some(7))).unwrap().prefill.is_none());
+    assert!(world.pick_nodes(&with(None)).unwrap().prefill.is_some());
+    world.up(&prefill(4), &of(Role::Prefill, 4, &[7]), idle());
+    let picked = world.pick_nodes(&with(Some(7))).unwrap();
+    assert_eq!(picked.prefill.unwrap().record.epoch, epoch(4));
 }
 
 #[test]

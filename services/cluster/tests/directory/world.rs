@@ -189,6 +189,7 @@ pub(crate) fn record(role: Role, number: u128) -> NodeRecord {
         cpu_fallback: None,
         peer_tag: vec![1; 32],
         pooling: false,
+        adapters: Vec::new(),
     }
 }
 
@@ -240,6 +241,7 @@ pub(crate) fn requirements(tokens: u32) -> NodeRequirements<'static> {
         any_weights: false,
         grammar_version: 0,
         pooling: false,
+        adapter: None,
         exclude_decode: &[],
         exclude_prefill: &[],
         capacity: RequiredCapacity::Any,

@@ -67,6 +67,8 @@ pub(super) struct BatchRow<T = Vec<u32>> {
     pub sampling: Sampling,
     /// Whether the row must not sample without a token bitmask.
     pub constrained: bool,
+    /// Slot of the row's adapter.
+    pub adapter: Option<u32>,
     /// Token bitmasks of the row's samples in the step supplied last, in order.
     pub allowed: Vec<Arc<TokenMask>>,
     /// Set when no token could be sampled: the row takes part in no step until it is released.

@@ -130,6 +130,7 @@ mod tests {
             blocks: vec![BlockId(0), BlockId(1)],
             sampling: Sampling::greedy(),
             constrained: false,
+            adapter: None,
         };
         let prefill =
             StepPlan { admitted: vec![admitted], rows: vec![row(16, true)], ..Default::default() };

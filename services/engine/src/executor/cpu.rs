@@ -18,14 +18,17 @@ use std::{
 };
 
 use kernels::{
-    Backend, KvArena,
+    Backend, KvArena, Shard,
     cpu::{
         CpuBackend, CpuError, CpuGroupError, CpuMatrix, CpuStep, CpuVector, SampleError, SampleRow,
         StepSequence,
     },
     sampling::{Pooling, SampledToken, TokenLogprobs},
 };
-use model::{Checkpoint, Limits, LoadProgress, ModelError, Transformer, TransformerWeights};
+use model::{
+    Adapter, AdapterTable, Checkpoint, Limits, LoadProgress, ModelConfig, ModelError, Transformer,
+    TransformerWeights,
+};
 
 use super::{
     CollectWaker, Executor, ExecutorError, ExecutorLimits, ModelMismatch, PrepareError,
@@ -34,7 +37,10 @@ use super::{
     ngram,
     worker::Worker,
 };
-use crate::plan::{RowFailure, RowMask, RowResult, Span, StepId, StepPlan, StepResult, StepRun};
+use crate::{
+    adapter::{ADAPTER_SLOTS_MAX, AdapterSlots},
+    plan::{RowFailure, RowMask, RowResult, Span, StepId, StepPlan, StepResult, StepRun},
+};
 
 /// Error of starting a CPU executor.
 #[derive(Debug, thiserror::Error)]
@@ -52,6 +58,7 @@ pub enum CpuExecutorError {
 pub struct CpuExecutor {
     limits: ExecutorLimits,
     shadow: Arc<CpuShadow>,
+    adapters: Arc<CpuAdapters>,
     worker: Worker<ComputeJob, ComputeResult, ExecutorError>,
     in_flight: u32,
     /// The step launched last, until its token bitmasks are supplied.
@@ -118,6 +125,26 @@ impl WeightUpdate for CpuShadow {
     }
 }
 
+/// The adapters of the model, or of one rank's shard of it.
+struct CpuAdapters {
+    table: AdapterTable,
+    config: ModelConfig,
+    shard: Shard,
+}
+
+impl AdapterSlots for CpuAdapters {
+    fn load(&self, slot: u32, folder: &Path, rank_max: u32) -> Result<u128, ModelError> {
+        let adapter = Adapter::open(folder, &self.config, self.shard, rank_max as usize)?;
+        let content_hash = adapter.content_hash();
+        self.table.set(slot as usize, Some(adapter));
+        Ok(content_hash)
+    }
+
+    fn unload(&self, slot: u32) {
+        self.table.set(slot as usize, None);
+    }
+}
+
 impl CpuExecutor {
     /// Packs the model's weights (a rank: its shard of them) and starts the thread. KV is computed
     /// into `arena`, which transfers share. A rank's arena has the blocks of all heads, or of its
@@ -136,8 +163,14 @@ impl CpuExecutor {
         let largest_step = Limits {
             rows_max: limits.step_tokens as usize,
             sampled_max: limits.samples_max() as usize,
+            adapter_slots: ADAPTER_SLOTS_MAX as usize,
         };
         let model = Transformer::load(checkpoint, &backend, largest_step, progress)?;
+        let adapters = Arc::new(CpuAdapters {
+            table: model.adapters().clone(),
+            config: checkpoint.config().clone(),
+            shard: backend.shard(),
+        });
         let batch = Batch::new(limits);
         let packer = backend.packer()?;
         let shadow = CpuShadow { packer, is_in_place: false.into(), weights: Mutex::default() };
@@ -155,7 +188,8 @@ impl CpuExecutor {
         // A step has a second job if it awaits bitmasks.
         let worker =
             Worker::start("baton-engine-cpu", 2 * limits.depth, move |job| runner.run(job))?;
-        Ok(Self { limits, worker, in_flight: 0, awaiting: None, masks_are_due: false, shadow })
+        let (in_flight, awaiting, masks_are_due) = (0, None, false);
+        Ok(Self { limits, worker, in_flight, awaiting, masks_are_due, shadow, adapters })
     }
 }
 
@@ -229,6 +263,10 @@ impl Executor for CpuExecutor {
 
     fn weight_update(&self) -> Option<Arc<dyn WeightUpdate>> {
         Some(self.shadow.clone())
+    }
+
+    fn adapter_slots(&self) -> Option<Arc<dyn AdapterSlots>> {
+        Some(self.adapters.clone())
     }
 
     fn commit_weights(&mut self) -> Result<(), ExecutorError> {
@@ -428,6 +466,7 @@ fn step_sequence<'a>(batch: &'a Batch, scheduled: &ScheduledRow) -> StepSequence
         tokens: &row.tokens[scheduled.start..scheduled.end()],
         blocks: &row.blocks,
         sampled_rows: logit_rows(batch, scheduled) as u32,
+        adapter: row.adapter,
     }
 }
 

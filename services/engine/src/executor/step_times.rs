@@ -119,6 +119,7 @@ impl StepTimer<'_> {
             blocks: (0..block_count).map(BlockId).collect(),
             sampling: Sampling::greedy(),
             constrained: false,
+            adapter: None,
         };
         let released = self.occupant();
         self.occupied = true;

@@ -441,6 +441,7 @@ fn advance(
             blocks: row.blocks.clone(),
             sampling: sequence.sampling.clone(),
             constrained: is_constrained,
+            adapter: sequence.adapter.as_ref().map(|adapter| adapter.slot),
         });
     }
     let row = sequence.row_mut();

@@ -1,6 +1,6 @@
 //! One sequence: tokens, parameters and phase.
 
-use std::time::Instant;
+use std::{sync::Arc, time::Instant};
 
 use kernels::{
     BLOCK_TOKENS, BlockId,
@@ -9,6 +9,7 @@ use kernels::{
 
 use super::{draft_budget::RowDrafts, sequence_sessions::SequenceTurn};
 use crate::{
+    adapter::LoadedAdapter,
     constraint::{ActiveConstraint, ConstraintFailure},
     event::{FinishReason, NewSequence, SequenceKind, SessionHint},
     kv_blocks::blocks_for,
@@ -52,6 +53,8 @@ pub(super) struct Sequence {
     /// Tokens at arrival.
     pub(super) given_len: usize,
     pub(super) chain: HashChain,
+    /// In use until the sequence leaves.
+    pub(super) adapter: Option<Arc<LoadedAdapter>>,
     /// Number of leading full blocks that the KV tiers count or have counted for this sequence.
     pub(super) counted_blocks: usize,
     pub(super) sampling: Sampling,
@@ -166,7 +169,8 @@ impl Sequence {
         length_max: usize,
         seeds: CacheSeeds,
     ) -> Self {
-        let mut chain = HashChain::new(seeds, &new.cache_salt);
+        let content_hash = new.adapter.as_ref().map(|adapter| adapter.content_hash);
+        let mut chain = HashChain::new(seeds, content_hash, &new.cache_salt);
         chain.extend(&new.tokens);
         let phase = match new.kind {
             SequenceKind::Send => SequencePhase::AwaitingReady,
@@ -186,6 +190,7 @@ impl Sequence {
             ignore_stop_tokens: new.ignore_stop_tokens,
             constraint: new.constraint.map(ActiveConstraint::from),
             chain,
+            adapter: new.adapter,
             counted_blocks: 0,
             has_old_kv: false,
             continues: false,

@@ -78,6 +78,7 @@ pub(crate) fn sequence(
         max_tokens: 20,
         ignore_stop_tokens: false,
         cache_salt: String::new(),
+        adapter: None,
         session: Default::default(),
         constraint: None,
         deadline: start + Duration::from_secs(1_000_000),

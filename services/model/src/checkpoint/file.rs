@@ -173,7 +173,7 @@ impl<'a> TensorBytes<'a> {
 }
 
 /// Returns the conversion of an error of `action`, a verb, on the file `path`.
-pub(super) fn io_error(
+pub(crate) fn io_error(
     path: &Path,
     action: &'static str,
 ) -> impl FnOnce(std::io::Error) -> ModelError {

@@ -6,7 +6,7 @@ use kernels::{
     Backend, BlockId, KvArena, Packer, Shard, WeightFormat,
     cpu::{CpuBackend, CpuGroup, CpuMatrix, CpuOptions, CpuStep, CpuVector, Isa, StepSequence},
 };
-use model::{Checkpoint, Limits, Transformer, TransformerWeights};
+use model::{Adapter, Checkpoint, Limits, Transformer, TransformerWeights};
 
 /// Blocks of a runner's arena.
 pub(crate) const BLOCKS: u32 = 512;
@@ -24,6 +24,8 @@ pub(crate) struct Runner {
 pub(crate) struct Sequence {
     position: u32,
     blocks: Vec<BlockId>,
+    /// Slot of the adapter.
+    pub(crate) adapter: Option<u32>,
 }
 
 impl Runner {
@@ -59,7 +61,7 @@ impl Runner {
         arena: Arc<KvArena>,
         rows_max: usize,
     ) -> Self {
-        let limits = Limits { rows_max, sampled_max: rows_max };
+        let limits = Limits { rows_max, sampled_max: rows_max, adapter_slots: 2 };
         let llama = Transformer::load(checkpoint, &backend, limits, &mut |_| ()).unwrap();
         Self { backend, llama, arena, next_block: 0 }
     }
@@ -75,6 +77,10 @@ impl Runner {
         self.llama.replace_weights(weights);
     }
 
+    pub(crate) fn set_adapter(&mut self, slot: usize, adapter: Option<Adapter>) {
+        self.llama.adapters().set(slot, adapter);
+    }
+
     pub(crate) fn shard(&self) -> Shard {
         self.llama.shard()
     }
@@ -84,7 +90,8 @@ impl Runner {
         let blocks = tokens.div_ceil(kernels::BLOCK_TOKENS) as u32;
         let first = self.next_block;
         self.next_block += blocks;
-        Sequence { position: 0, blocks: (first..self.next_block).map(BlockId).collect() }
+        let blocks = (first..self.next_block).map(BlockId).collect();
+        Sequence { position: 0, blocks, adapter: None }
     }
 
     /// Runs one forward pass over some tokens of each sequence, and returns the logits of the last
@@ -97,6 +104,7 @@ impl Runner {
                 tokens,
                 blocks: &sequence.blocks,
                 sampled_rows: *sampled,
+                adapter: sequence.adapter,
             })
             .collect();
         let (all, shard) = (self.arena.layout().kv_head_count, self.backend.shard());

@@ -112,6 +112,7 @@ impl Node {
                 role,
                 attempt_limits,
                 Grammars::new(loaded.path, record.vocabulary_size, node_metrics.clone()),
+                loaded.adapters,
                 inbox.clone(),
                 checked.secret.clone(),
                 draining.clone(),
@@ -252,6 +253,7 @@ impl CheckedSettings {
             grammar_version: GRAMMAR_VERSION,
             cpu_fallback: loaded.cpu_fallback.clone(),
             pooling: loaded.pooling,
+            adapters: loaded.adapters.listed(),
         }
     }
 }

@@ -195,6 +195,9 @@ pub enum Refusal {
     OtherEpoch { named: Epoch, own: Epoch },
     #[error("weight_version = {named}: this node has {own}")]
     OtherWeights { named: u64, own: u64 },
+    /// The adapter was unloaded after the router picked the node.
+    #[error("attempt.adapter = {content_hash:032x}: this node has no such adapter")]
+    OtherAdapter { content_hash: u128 },
     #[error("the node's weights changed before the attempt began")]
     WeightsChanged,
     #[error("this is a {own} node; it does not serve {method}")]

@@ -47,6 +47,7 @@ fn call(id: u128, number: u64, kind: SequenceKind, now: Instant) -> Call {
         max_tokens: 4,
         ignore_stop_tokens: true,
         cache_salt: String::new(),
+        adapter: None,
         session: Default::default(),
         constraint: None,
         deadline: now + Duration::from_secs(600),

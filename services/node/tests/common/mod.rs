@@ -258,6 +258,7 @@ pub(crate) fn attempt(tokens: &[u32], max_tokens: u32) -> v1::Attempt {
         node_epoch: bytes::Bytes::new(),
         weight_version: 1,
         grammar: None,
+        adapter: bytes::Bytes::new(),
     }
 }
 

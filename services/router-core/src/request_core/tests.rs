@@ -56,6 +56,7 @@ fn node(role: Role, number: u128) -> Arc<NodeRecord> {
         cpu_fallback: None,
         peer_tag: vec![1; 32],
         pooling: false,
+        adapters: Vec::new(),
     })
 }
 
@@ -73,6 +74,7 @@ impl Owner {
         let spec = AnswerSpec {
             request_id: RequestId(1),
             model: "model".into(),
+            adapter: None,
             prompt: [7; 64].into(),
             prefix: Arc::default(),
             sampling: Sampling { max_tokens: MAX_TOKENS, ..Sampling::default() },

@@ -82,7 +82,7 @@ impl InferenceService {
         );
         propagation::set_parent_from_grpc(&span, metadata);
         record.set_span(span.clone());
-        let named = front.models.find(Some(&call.model), record.caller());
+        let named = front.find_model(Some(&call.model), record.caller());
         if let Ok(named) = &named {
             // A rejected request counts for its model too.
             record.set_model(&named.model);
@@ -152,7 +152,7 @@ impl Inference for InferenceService {
         let caller = caller_of(request.extensions());
         let TokenizeRequest { model, input, add_special_tokens } = request.into_inner();
         let tokenized = async {
-            let model = self.front.models.find(Some(&model), &caller)?.model;
+            let model = self.front.find_model(Some(&model), &caller)?.model;
             let source = prompt::of_tokenize(input, add_special_tokens)?;
             let ids = tokenization::tokenize(&self.front, &caller, &model, source).await?;
             let limits = self.front.nodes.serving(&model.name).limits;
@@ -169,7 +169,7 @@ impl Inference for InferenceService {
         let caller = caller_of(request.extensions());
         let DetokenizeRequest { model, ids } = request.into_inner();
         let detokenized = async {
-            let model = self.front.models.find(Some(&model), &caller)?.model;
+            let model = self.front.find_model(Some(&model), &caller)?.model;
             let text = tokenization::detokenize(&self.front, &caller, &model, "ids", ids).await?;
             Ok(Response::new(DetokenizeResponse { text }))
         };
@@ -192,7 +192,7 @@ impl Inference for InferenceService {
                 decode_nodes: serving.decode_nodes as u32,
             }
         };
-        let models = self.front.models.names(&caller);
+        let models = self.front.model_names(&caller).into_iter();
         let models = models.map(|named| info(&named.name, &named.model.name)).collect();
         Ok(Response::new(ListModelsResponse { models }))
     }
@@ -219,7 +219,7 @@ fn read(
     let with_text = !wire.tokens_only || !wire.stop.is_empty();
     let tenant = metadata.get(TENANT_HEADER).map(MetadataValue::as_bytes);
     let (request_id, tenant) = (record.request_id(), record.caller().tenant(tenant)?);
-    let model = named?.model;
+    let model = named?;
     let fields = GenerationFields {
         prompt_only: false,
         prompts: vec![call.prompt?],

@@ -248,7 +248,7 @@ async fn answer<A: GenerationApi>(
         let parsed = ParsedRequest {
             request_id: context.request_id,
             tenant: record.caller().tenant(context.tenant.as_ref().map(HeaderValue::as_bytes))?,
-            model: named.model.clone(),
+            model: named.clone(),
             // Pooled values replace the text.
             with_text: fields.options.pooling.is_none(),
             fields,

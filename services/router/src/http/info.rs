@@ -28,7 +28,7 @@ pub(super) async fn models(
     extensions: Extensions,
     started: u64,
 ) -> Response {
-    let names = front.models.names(&caller_of(&extensions)).collect::<Vec<_>>();
+    let names = front.model_names(&caller_of(&extensions));
     let data = names.into_iter().map(|named| card(&front, named, started)).collect();
     Json(ModelList { object: "list", data }).into_response()
 }
@@ -39,7 +39,7 @@ pub(super) async fn model(
     extensions: Extensions,
     started: u64,
 ) -> Response {
-    match front.models.find(Some(id.strip_suffix('/').unwrap_or(&id)), &caller_of(&extensions)) {
+    match front.find_model(Some(id.strip_suffix('/').unwrap_or(&id)), &caller_of(&extensions)) {
         Ok(named) => Json(card(&front, named, started)).into_response(),
         Err(error) => ApiError::from(error).into_response(),
     }
@@ -53,6 +53,7 @@ fn card(front: &Front, named: NamedModel, started: u64) -> ModelCard {
         created: started,
         owned_by: "baton",
         root: named.model.name.to_string(),
+        parent: named.adapter.map(|_| named.model.name.to_string()),
         max_model_len: limits.map(|limits| limits.sequence_tokens_max),
     }
 }

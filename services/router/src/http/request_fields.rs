@@ -54,7 +54,7 @@ pub(super) fn named_model(
     front: &Front,
     caller: &Caller,
 ) -> Result<NamedModel, RequestError> {
-    front.models.find(fields.string("model")?.as_deref(), caller)
+    front.find_model(fields.string("model")?.as_deref(), caller)
 }
 
 pub(super) fn check_unsupported(

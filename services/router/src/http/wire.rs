@@ -313,8 +313,11 @@ pub(super) struct ModelCard {
     pub object: &'static str,
     pub created: u64,
     pub owned_by: &'static str,
-    /// Name of the model; `id` may be an alias.
+    /// Name of the model; `id` may be an alias or have an adapter.
     pub root: String,
+    /// Name of the base model of an adapter; absent for a model.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub parent: Option<String>,
     /// Maximum number of tokens of prompt and answer together; absent while no decode node is
     /// known.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -160,6 +160,8 @@ impl PromptSource {
 pub(crate) struct CacheKeying {
     /// Cache identities of the nodes.
     pub identities: Vec<CacheIdentity>,
+    /// Content hash of the request's adapter.
+    pub adapter: Option<u128>,
     /// Salt of tenant and client.
     pub salt: String,
 }
@@ -183,7 +185,9 @@ impl TokenizedPrompt {
         // A longer prompt is rejected, so it needs no keys.
         let is_taken = tokens.len() as u64 <= u64::from(tokens_max);
         let identities = if is_taken { &keying.identities[..] } else { &[] };
-        let keys = |identity: &CacheIdentity| PrefixKeys::new(*identity, &keying.salt, &tokens);
+        let keys = |identity: &CacheIdentity| {
+            PrefixKeys::new(*identity, keying.adapter, &keying.salt, &tokens)
+        };
         Self { prefix: identities.iter().map(keys).collect(), tokens, reasoning_start }
     }
 }
@@ -242,7 +246,8 @@ impl TextWorkers {
         source: PromptSource,
         rendered_max: usize,
     ) -> Result<Vec<u32>, RequestError> {
-        let keying = Arc::new(CacheKeying { identities: Vec::new(), salt: String::new() });
+        let keying =
+            Arc::new(CacheKeying { identities: Vec::new(), adapter: None, salt: String::new() });
         Ok(self.prompt_within(source, u32::MAX, rendered_max, keying).await?.tokens)
     }
 

@@ -18,9 +18,9 @@ use proto::{
     auth::{CallVerifier, ClusterSecret, PROOF_KEY, TOKEN_KEY},
     ids::Epoch,
     v1::{
-        Attempt, DecodeEvent, DecodeFinished, DecodeRequest, DecodeTokens, Delivered, Failure,
-        FailureKind, FinishReason, MeetReply, MeetRequest, ModelIdentity, NodeDelta, NodeLoad,
-        NodeRecord, NodeSnapshot, ObserveEvent, ObserveRequest, Pooling, PrefillEvent,
+        Adapter, Attempt, DecodeEvent, DecodeFinished, DecodeRequest, DecodeTokens, Delivered,
+        Failure, FailureKind, FinishReason, MeetReply, MeetRequest, ModelIdentity, NodeDelta,
+        NodeLoad, NodeRecord, NodeSnapshot, ObserveEvent, ObserveRequest, Pooling, PrefillEvent,
         PrefillRequest, PrefillToken, PromptLogprobs, Reserved, ResetPrefixCacheReply,
         ResetPrefixCacheRequest, Role, SetDrainingReply, SetDrainingRequest, Token, TokenLogprobs,
         TopLogprob, TraceReply, TraceRequest, decode_event, node_server, observe_event,
@@ -102,6 +102,7 @@ pub(crate) struct State {
     skip: AtomicU64,
     grammar_version: AtomicU32,
     pooling: AtomicBool,
+    adapters: Mutex<Vec<Adapter>>,
     cpu_fallback: Mutex<String>,
     secret: Mutex<ClusterSecret>,
     /// Number of observers so far.
@@ -484,6 +485,7 @@ impl State {
             cpu_fallback: self.cpu_fallback.lock().unwrap().clone(),
             peer_tag: vec![1; 32].into(),
             pooling: self.pooling.load(Ordering::SeqCst),
+            adapters: self.adapters.lock().unwrap().clone(),
         }
     }
 }
@@ -546,6 +548,7 @@ impl ScriptedNode {
             open: AtomicUsize::new(0),
             grammar_version: AtomicU32::new(4),
             pooling: AtomicBool::new(true),
+            adapters: Mutex::default(),
             cpu_fallback: Mutex::default(),
             secret: Mutex::new(ClusterSecret::new(SECRET).unwrap()),
             load: watch::Sender::new(NodeLoad::default()),
@@ -604,6 +607,15 @@ impl ScriptedNode {
     }
 
     /// Announces in the node's record, for later observers, that the node returns no pooled values.
+    /// Announces adapters by name and content hash. Takes effect with the next stream of records.
+    pub(crate) fn announce_adapters(&self, adapters: &[(&str, u128)]) {
+        let adapter = |&(name, hash): &(&str, u128)| {
+            let content_hash = hash.to_be_bytes().to_vec().into();
+            Adapter { name: name.to_owned(), content_hash }
+        };
+        *self.state.adapters.lock().unwrap() = adapters.iter().map(adapter).collect();
+    }
+
     pub(crate) fn announce_no_pooling(&self) {
         self.state.pooling.store(false, Ordering::SeqCst);
     }

@@ -49,12 +49,13 @@ impl Router {
         }
         let prefix = cache_identity(&self.core, &model).map(|identity| {
             let identity = CacheIdentity::of(identity);
-            PrefixKeys::new(identity, &plan.cache_salt, &plan.prompt)
+            PrefixKeys::new(identity, None, &plan.cache_salt, &plan.prompt)
         });
         let session = plan.session();
         let spec = AnswerSpec {
             request_id: RequestId(id as u128 + 1),
             model: model.clone(),
+            adapter: None,
             prompt: std::mem::take(&mut plan.prompt).into(),
             prefix: prefix.into_iter().collect(),
             sampling: wire_sampling(&plan),

@@ -144,6 +144,7 @@ impl<T: RowTokens> Batch<T> {
             blocks: admitted.blocks.clone(),
             sampling: admitted.sampling.clone(),
             constrained: admitted.constrained,
+            adapter: admitted.adapter,
             allowed: Vec::new(),
             failure,
             extended_by: 0,

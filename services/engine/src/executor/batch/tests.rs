@@ -27,6 +27,7 @@ fn admitted(tokens: usize, computed: u32) -> AdmittedRow {
         blocks: vec![BlockId(1)],
         sampling: Sampling::greedy(),
         constrained: false,
+        adapter: None,
     }
 }
 

@@ -246,6 +246,7 @@ mod tests {
             blocks: blocks.iter().copied().map(BlockId).collect(),
             sampling: Sampling::greedy(),
             constrained: false,
+            adapter: None,
         }
     }
 
