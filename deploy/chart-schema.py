@@ -110,6 +110,8 @@ def of_value(path, value):
         return {"type": "number", "exclusiveMinimum": 0}
     if key in PORTS:
         return {"type": "integer", "minimum": 1, "maximum": 65535}
+    if path == "loadSeconds":
+        return {"type": "integer", "minimum": 10, "maximum": 3600}
     if isinstance(value, int):
         return {"type": "integer", "minimum": int(key in POSITIVE)}
     if value is None:

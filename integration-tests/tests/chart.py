@@ -514,9 +514,19 @@ class Chart(unittest.TestCase):
     def test_grace_periods_cover_the_drain(self):
         grace = lambda *arguments: dict(pod_specs(objects(*arguments)))["baton-router"]["terminationGracePeriodSeconds"]
         drain = lambda time: ("--set", f"router.config.drain_timeout={time}")
-        self.assertEqual(grace(), 40)
+        # No answer is cut: every request ends within router.timeout_max.
+        self.assertEqual(grace(), 3620)
+        self.assertEqual(grace("--set", "router.config.timeout_max=2h"), 7220)
         self.assertEqual([grace(*drain(time)) for time in ("0s", "1500ms", "2m", "1h")], [20, 22, 140, 3620])
-        self.assertEqual(grace("--set", "router.config.drain_delay=15s"), 60)
+        self.assertEqual(grace("--set", "router.config.drain_delay=15s,router.config.drain_timeout=20s"), 60)
+
+    def test_rollouts_fail_five_minutes_after_the_load_time(self):
+        for program in HELMS:
+            found = objects("--set", "loadSeconds=120", program=program)
+            deadlines = {it["metadata"]["name"]: it["spec"].get("progressDeadlineSeconds") for it in found if it["kind"] == "Deployment"}
+            self.assertEqual(deadlines, {"baton-router": 420, "baton-m-prefill": 420, "baton-m-decode": 420, "baton-etcd": None})
+            [container] = dict(pod_specs(found))["baton-router"]["containers"]
+            self.assertEqual(container["startupProbe"]["failureThreshold"], 120)
 
     def test_a_name_that_yaml_reads_as_a_number_stays_a_string(self):
         model = "models.405.source=hf:a/b"
@@ -616,7 +626,7 @@ class Chart(unittest.TestCase):
             ("models.m.source=hf:a/b", "models.m.decode.config.grpc=0.0.0.0:1"): "grpc",
             ("models.m.dtype=f32",): "models.m.source is empty; expected hf:ORG/NAME",
             ("existingSecret=",): "existingSecret is empty",
-            ("router.terminationGracePeriodSeconds=10",): "router.terminationGracePeriodSeconds is 10; expected at least 40",
+            ("router.terminationGracePeriodSeconds=10",): "router.terminationGracePeriodSeconds is 10; expected at least 3620",
             ("nodes.terminationGracePeriodSeconds=34",): "models.m.prefill.terminationGracePeriodSeconds is 34",
             ("router.config.drain_delay=null",): "router.config.drain_delay is null; expected a duration such as 20s",
             ("nodes.config.drain_timeout=null",): "models.m.prefill.config.drain_timeout is null",
@@ -626,6 +636,7 @@ class Chart(unittest.TestCase):
                 "models.o.config.special_tokens_in_content is set; expected it only at models.m",
             ("models.m.source=llama",): 'models.m.source is "llama"; expected hf:ORG/NAME',
             ("models.m.source=hf:a/b", "models.o.source=hf:a/b", "models.o.name=m"): 'models.m and models.o have the same name, "m"',
+            ("loadSeconds=3601",): "loadSeconds",
             ("models=null",): "models is empty; expected at least one model, such as --set models.smollm2-135m.source=hf:",
             ("nodes.gpus=3",): "nodes.gpus",
             ("models.m.source=hf:a/b", "models.m.decode.gpus=3"): "models.m.decode.gpus",

@@ -77,8 +77,8 @@ spec:
       {{- with $rdma }}{{- $_ := set $limits . (int64 $.Values.gpu.rdma.count) }}{{- end }}
       {{- with $limits }}{{- $_ := set $resources "limits" . }}{{- end }}
       resources: {{ toYaml $resources | nindent 8 }}
-      # A router may download tokenizers for up to an hour before it serves /live. Nodes serve /live at once, and exit if they have not loaded the model within an hour. A startup probe of /ready would delay readiness by up to a second.
-      startupProbe: {httpGet: {path: /live, port: {{ .probes }}{{ if $values.tlsSecret }}, scheme: HTTPS{{ end }}}, periodSeconds: 1, timeoutSeconds: 2, failureThreshold: 3600}
+      # A router downloads tokenizers before it serves /live. Nodes serve /live at once, and exit if they have not loaded the model within an hour. A startup probe of /ready would delay readiness by up to a second.
+      startupProbe: {httpGet: {path: /live, port: {{ .probes }}{{ if $values.tlsSecret }}, scheme: HTTPS{{ end }}}, periodSeconds: 1, timeoutSeconds: 2, failureThreshold: {{ int64 $.Values.loadSeconds }}}
       readinessProbe: {httpGet: {path: /ready, port: {{ .probes }}{{ if $values.tlsSecret }}, scheme: HTTPS{{ end }}}, periodSeconds: 1, timeoutSeconds: 2, failureThreshold: 1}
       livenessProbe: {httpGet: {path: /live, port: {{ .probes }}{{ if $values.tlsSecret }}, scheme: HTTPS{{ end }}}, periodSeconds: 10, timeoutSeconds: 5, failureThreshold: 3}
       volumeMounts: {{ include "baton.entries" (list (include "baton.mounts" . | fromYamlArray) $values.volumeMounts (printf "%s.volumeMounts" .path) "mountPath") | nindent 8 }}

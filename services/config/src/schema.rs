@@ -222,17 +222,17 @@ section! {
         resume_bytes_max: ByteSize = ByteSize::mib(64),
             "256 streams with 256 KiB each, the most that one stream keeps.",
             ByteSize::kib(64)..=ByteSize::gib(16);
-        /// Time after SIGTERM for which the router is unready but accepts requests, because load
-        /// balancers need time to stop sending them. If requests still arrive then, the router
-        /// accepts them for up to as long again. SIGINT skips both times.
+        /// Time after SIGTERM for which the router stays ready and accepts requests, so that its
+        /// successor can take over. Then the router is unready and accepts requests for as long
+        /// again, because load balancers need time to stop sending them. SIGINT skips both times.
         drain_delay: Duration = secs(5),
             "Kubernetes takes the router out of a Service within about two seconds; ingresses need a little longer.",
             secs(0)..=secs(600);
         /// Maximum time until in-flight requests finish, once the router accepts no more; then the
         /// router cancels them.
-        drain_timeout: Duration = secs(20),
-            "The router needs up to 10 s more to cancel and to stop: with twice 5 s of delay and 20 s the chart sets a grace period of 40 s.",
-            secs(0)..=secs(3600);
+        drain_timeout: Option<Duration> = None,
+            "Unset means timeout_max, within which every request ends, so no answer is cut. The router exits as soon as its last request has ended.",
+            secs(0)..=secs(86_400);
         /// Maximum age of a client's connection, 10 % more or less at random. Then the router asks
         /// the client to open another one: by GOAWAY over HTTP/2, by Connection: close in the next
         /// response over HTTP/1.1. Requests in progress finish.
@@ -559,6 +559,13 @@ section! {
         /// address.
         tls_name: String = "baton".into(),
             "Nodes change their addresses; the name distinguishes the cluster from other owners of certificates of the same CA.";
+    }
+}
+
+impl Router {
+    /// Returns the maximum time until in-flight requests finish in a shutdown.
+    pub fn drain_max(&self) -> Duration {
+        self.drain_timeout.unwrap_or(self.timeout_max)
     }
 }
 

@@ -83,8 +83,10 @@ pub(crate) struct Front {
     pub responses: SharedResponses,
     /// API keys of clients, if they need one.
     pub keys: Option<Arc<ApiKeys>>,
-    /// Cancelled when the router becomes unready, before it rejects requests.
+    /// Cancelled at the begin of a shutdown: connections close after their next response.
     pub leaving: CancellationToken,
+    /// Cancelled when the router becomes unready, before it rejects requests.
+    pub unready: CancellationToken,
     /// Cancelled after the drain time-out. Ends the requests that are still in flight.
     pub cut: CancellationToken,
 }
@@ -107,16 +109,17 @@ impl Front {
             nodes,
             keys,
             leaving: CancellationToken::new(),
+            unready: CancellationToken::new(),
             cut: CancellationToken::new(),
             settings,
         }
     }
 
     /// Returns whether load balancers may send requests: from the first connection to a decode node
-    /// until the router leaves. Unlike [`Self::serves`] it does not become false when the decode
-    /// nodes are lost for a while.
+    /// until the router is unready in its shutdown. Unlike [`Self::serves`] it does not become false
+    /// when the decode nodes are lost for a while.
     pub(crate) fn is_ready(&self) -> bool {
-        self.nodes.are_connected() && !self.leaving.is_cancelled()
+        self.nodes.are_connected() && !self.unready.is_cancelled()
     }
 
     /// Returns whether the nodes are connected and at least one model has a decode node that is not

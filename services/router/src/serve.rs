@@ -29,8 +29,6 @@ use crate::{
 const CUT_MAX: Duration = Duration::from_secs(2);
 /// Time for the next request of a client on a connection that it keeps.
 const NEXT_REQUEST_MAX: Duration = Duration::from_secs(1);
-/// Time without a new request after which load balancers have stopped sending.
-const QUIET_MIN: Duration = Duration::from_secs(1);
 const MEMBERSHIP_MAX: Duration = Duration::from_secs(2);
 
 #[derive(Debug, thiserror::Error)]
@@ -103,7 +101,7 @@ pub fn start(
     let http_routes = http::routes(front.clone(), metrics.clone(), started);
     let grpc_routes = grpc::routes(front.clone(), health_service)?;
     // The requests in flight end within the same time.
-    let weights_stop_max = front.settings.router.drain_timeout + CUT_MAX;
+    let weights_stop_max = front.settings.router.drain_max() + CUT_MAX;
     let models = front.models.all().iter();
     let weight_metrics =
         models.map(|model| (model.name.clone(), WeightMetrics::new(&metrics, &model.name)));
@@ -253,22 +251,23 @@ impl RunningRouter {
         http::probes(self.front.clone())
     }
 
-    /// First step of a graceful shutdown: for `delay`, or until the requests in flight are
-    /// cancelled, the router is unready and still accepts requests, which load balancers send until
-    /// their next probe. If requests still arrive then, the load balancer is late: the router
-    /// accepts them until none has arrived for a second, for at most another `delay`.
+    /// First step of a graceful shutdown, in which the router accepts requests. For `delay` it stays
+    /// ready: a successor may not serve yet, and requests must go somewhere. For another `delay` it
+    /// is unready, and load balancers stop sending requests after their next probe. Ends at once
+    /// when the requests in flight are cancelled.
     pub async fn leave(&self, delay: Duration) {
         self.front.leaving.cancel();
         self.metrics.set_draining(true);
-        tracing::info!(?delay, "shutting down: not ready, but accepts requests for `delay`");
-        let (cut, router) = (self.front.cut.clone(), &self.front.router);
-        if tokio::time::timeout(delay, cut.cancelled()).await.is_ok() {
+        tracing::info!(
+            ?delay,
+            "shutting down: ready for `delay`, then unready and accepting requests for `delay`"
+        );
+        let is_cut = async || tokio::time::timeout(delay, self.front.cut.cancelled()).await.is_ok();
+        if is_cut().await {
             return;
         }
-        tokio::select! {
-            () = cut.cancelled() => {}
-            _ = tokio::time::timeout(delay, router.quiet_for(QUIET_MIN)) => {}
-        }
+        self.front.unready.cancel();
+        is_cut().await;
     }
 
     /// Drains and stops. The router rejects requests on new connections at once. Requests in flight
@@ -277,8 +276,9 @@ impl RunningRouter {
     /// closes the connection. Returns when every task has ended.
     pub async fn shutdown(self) -> Result<(), StopError> {
         self.front.leaving.cancel();
+        self.front.unready.cancel();
         let router = &self.front.router;
-        let drain_timeout = self.front.settings.router.drain_timeout;
+        let drain_timeout = self.front.settings.router.drain_max();
         let in_flight = router.in_flight();
         self.draining.cancel();
         tracing::info!(in_flight, "draining");

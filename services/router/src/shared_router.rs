@@ -37,7 +37,6 @@ struct LockedRouter {
     /// Outputs about nodes that the watch of the nodes has not performed yet. Bounded by the state
     /// changes of the nodes in this time.
     node_outputs: Vec<RouterOutput>,
-    last_admitted: Option<Instant>,
 }
 
 impl SharedCore for &SharedRouter {
@@ -48,12 +47,7 @@ impl SharedCore for &SharedRouter {
 
 impl SharedRouter {
     pub fn new(core: RouterCore) -> Self {
-        let locked = LockedRouter {
-            core,
-            answers: HashMap::new(),
-            node_outputs: Vec::new(),
-            last_admitted: None,
-        };
+        let locked = LockedRouter { core, answers: HashMap::new(), node_outputs: Vec::new() };
         Self(Arc::new(SharedRouterState {
             locked: Mutex::new(locked),
             has_node_outputs: Notify::new(),
@@ -65,7 +59,7 @@ impl SharedRouter {
     /// answers that the core names, and the watch of the nodes.
     pub fn with<T>(&self, work: impl FnOnce(&mut RouterCore) -> T) -> T {
         let mut locked = lock(&self.0.locked);
-        let LockedRouter { core, answers, node_outputs, last_admitted } = &mut *locked;
+        let LockedRouter { core, answers, node_outputs } = &mut *locked;
         let before = (node_outputs.len(), core.in_flight());
         let result = work(core);
         while let Some(output) = core.poll_output() {
@@ -79,9 +73,6 @@ impl SharedRouter {
         let after = (node_outputs.len(), core.in_flight());
         if after.0 > before.0 {
             self.0.has_node_outputs.notify_one();
-        }
-        if after.1 > before.1 {
-            *last_admitted = Some(Instant::now());
         }
         if after.1 != before.1 {
             self.0.in_flight.send_replace(after.1);
@@ -130,14 +121,6 @@ impl SharedRouter {
     /// Returns the number of answers in flight.
     pub fn in_flight(&self) -> u32 {
         *self.0.in_flight.borrow()
-    }
-
-    /// Blocks until no answer has been admitted for `quiet_min`. Callers bound the wait.
-    pub async fn quiet_for(&self, quiet_min: Duration) {
-        let quiet_at = || Some(lock(&self.0.locked).last_admitted? + quiet_min);
-        while let Some(at) = quiet_at().filter(|at| *at > Instant::now()) {
-            tokio::time::sleep_until(at).await;
-        }
     }
 
     /// Blocks until no answer has been in flight for `idle_min`. Callers bound the wait.
@@ -191,11 +174,6 @@ pub(crate) mod tests {
         assert_eq!(router.in_flight(), 2);
         drop((one, two));
         assert_eq!(router.in_flight(), 0);
-        let quiet_min = Duration::from_millis(50);
-        let admitted = Instant::now();
-        drop(router.admit_work(&flow).unwrap());
-        router.quiet_for(quiet_min).await;
-        assert!(admitted.elapsed() >= quiet_min);
         router.with(RouterCore::close);
         assert_eq!(router.admit_work(&flow).err(), Some(LoadBound::Stopping));
         router.idle_for(Duration::ZERO).await;

@@ -346,7 +346,7 @@ async fn garbage_on_either_port_disturbs_no_request() {
 }
 
 #[tokio::test]
-async fn draining_router_is_unready_at_once_and_finishes_requests() {
+async fn draining_router_is_unready_and_finishes_requests() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     for node in cluster.prefill.iter().chain(&cluster.decode) {
         node.set_token_time(Duration::from_millis(40));
@@ -421,28 +421,35 @@ async fn draining_router_serves_one_more_request_on_a_connection_of_an_earlier_r
 }
 
 #[tokio::test]
-async fn leaving_router_is_unready_and_serves_requests() {
+async fn leaving_router_is_ready_for_its_delay_then_unready_and_accepts_requests_in_both() {
     const DELAY: Duration = Duration::from_secs(600);
     let cluster = Cluster::start(1, 1, ANSWER).await;
     let Cluster { router, client, prefill, decode, .. } = cluster;
-    assert_eq!(client.get("/ready").await.status, 200);
     let request = json!({"prompt": "Hi", "max_tokens": 5});
     let before = client.post("/v1/completions", &request).await;
     assert_eq!((before.status.as_u16(), before.headers.get("connection")), (200, None));
-    let requests = async {
-        eventually("not ready", async || client.get("/ready").await.status == 503).await;
-        assert_eq!(client.get("/live").await.status, 200);
-        let health = client.get("/health").await;
-        assert_eq!(health.status, 503);
-        assert_eq!(health.json()["status"], "stopping");
+    let request_is_accepted = async || {
         let answer = client.post("/v1/completions", &request).await;
-        assert_eq!(answer.status, 200);
-        assert_eq!(answer.headers["connection"], "close");
+        assert_eq!(
+            (answer.status.as_u16(), &answer.headers["connection"]),
+            (200, &"close".parse().unwrap())
+        );
+    };
+    let in_the_first_delay = async {
+        request_is_accepted().await;
+        assert_eq!(client.get("/ready").await.status, 200);
+        assert_eq!(client.get("/health").await.status, 200);
     };
     tokio::select! {
         () = router.leave(DELAY) => panic!("the delay is long"),
-        () = requests => {}
+        () = in_the_first_delay => {}
     }
+    router.leave(Duration::from_millis(1)).await;
+    assert_eq!(client.get("/ready").await.status, 503);
+    assert_eq!(client.get("/live").await.status, 200);
+    let health = client.get("/health").await;
+    assert_eq!((health.status.as_u16(), &health.json()["status"]), (503, &json!("stopping")));
+    request_is_accepted().await;
     // A second signal ends the delay.
     router.cut().cancel();
     router.leave(DELAY).await;
@@ -451,28 +458,30 @@ async fn leaving_router_is_unready_and_serves_requests() {
 }
 
 #[tokio::test]
-async fn router_serves_a_late_load_balancer_for_the_delay_again_and_keeps_its_drain() {
+async fn router_leaves_for_twice_its_delay_and_keeps_its_drain() {
     let mut settings = settings();
-    settings.router.drain_timeout = Duration::from_secs(2);
+    settings.router.drain_timeout = Some(Duration::from_secs(2));
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
     let Cluster { router, client, prefill, decode, .. } = cluster;
-    let request = json!({"prompt": "Hi", "max_tokens": 5});
-    let sends = async {
-        // The router leaves once no request has arrived for a second, so a slow answer must not
-        // delay the next request.
-        loop {
-            let answer = client.post("/v1/completions", &request);
-            if let Ok(answer) = tokio::time::timeout(Duration::from_millis(200), answer).await {
-                assert_eq!(answer.status, 200);
-            }
-        }
-    };
     let began = Instant::now();
-    tokio::select! {
-        () = router.leave(Duration::from_millis(1500)) => {}
-        () = sends => {}
-    }
-    assert!(began.elapsed() >= Duration::from_secs(3), "{:?}", began.elapsed());
+    router.leave(Duration::from_millis(200)).await;
+    assert!(began.elapsed() >= Duration::from_millis(400), "{:?}", began.elapsed());
+    decode[0].behave(Behaviour::HangAfter(1));
+    let mut hung = client.stream("/v1/completions", &body(true)).await;
+    hung.next().await.unwrap();
+    let drained = Instant::now();
+    router.shutdown().await.unwrap();
+    assert!(drained.elapsed() >= Duration::from_secs(2), "{:?}", drained.elapsed());
+    drop((prefill, decode));
+}
+
+#[tokio::test]
+async fn drain_lasts_until_the_longest_deadline_by_default() {
+    let mut settings = settings();
+    settings.router.drain_timeout = None;
+    settings.router.timeout_max = Duration::from_secs(2);
+    let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
+    let Cluster { router, client, prefill, decode, .. } = cluster;
     decode[0].behave(Behaviour::HangAfter(1));
     let mut hung = client.stream("/v1/completions", &body(true)).await;
     hung.next().await.unwrap();
@@ -499,7 +508,7 @@ async fn router_stays_ready_when_its_decode_nodes_are_lost() {
 #[tokio::test]
 async fn drain_timeout_ends_requests_with_one_typed_error() {
     let mut settings = settings();
-    settings.router.drain_timeout = Duration::from_millis(200);
+    settings.router.drain_timeout = Some(Duration::from_millis(200));
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
     cluster.decode[0].behave(Behaviour::HangAfter(1));
     let mut stream = cluster.client.stream("/v1/completions", &body(true)).await;

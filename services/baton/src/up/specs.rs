@@ -15,6 +15,8 @@ use super::{FoundModel, READY_WITHIN, UpArgs, child::ChildSpec, console::Console
 /// Time that a service has beyond its drain settings from SIGTERM to SIGKILL. A router needs up to
 /// 8.5 s. The pod of a group has 10 s, so that no service outlives `baton up`.
 const STOP_MARGIN: Duration = Duration::from_secs(9);
+/// Time for the requests in flight of a router, unless router.drain_timeout is set.
+const UP_DRAIN_MAX: Duration = Duration::from_secs(20);
 /// Tokenizer of a Hugging Face folder. A GGUF file contains its tokenizer.
 const TOKENIZER_FILE: &str = "tokenizer.json";
 
@@ -119,6 +121,14 @@ impl ChildSettings {
             }
             _ => config.router.drain_delay,
         };
+        let drain_max = match config.source_of("router.drain_timeout") {
+            Source::Default => {
+                // A person waits at the terminal.
+                set("BATON_ROUTER_DRAIN_TIMEOUT", format!("{}s", UP_DRAIN_MAX.as_secs()));
+                UP_DRAIN_MAX
+            }
+            _ => config.router.drain_max(),
+        };
         if config.source_of("telemetry.log_format") == Source::Default {
             // The services write to a pipe and would choose json.
             set("BATON_TELEMETRY_LOG_FORMAT", "pretty".to_owned());
@@ -135,7 +145,7 @@ impl ChildSettings {
             disk_path: config.tier.disk_path.clone(),
             node_stop_within: config.node.drain_timeout + STOP_MARGIN,
             // A router accepts requests for up to twice its delay.
-            router_stop_within: 2 * drain_delay + config.router.drain_timeout + STOP_MARGIN,
+            router_stop_within: 2 * drain_delay + drain_max + STOP_MARGIN,
             config: args.config.clone(),
             etcd,
             ready_dir,

@@ -27,14 +27,14 @@ async fn report(front: Arc<Front>, reporter: HealthReporter, stop: CancellationT
     let mut changes = front.nodes.changes();
     let mut heard = false;
     loop {
-        let serves = !front.leaving.is_cancelled() && front.serves();
+        let serves = !front.unready.is_cancelled() && front.serves();
         let status = if serves { ServingStatus::Serving } else { ServingStatus::NotServing };
         for service in SERVICES {
             reporter.set_service_status(service, status).await;
         }
         tokio::select! {
             () = stop.cancelled() => return,
-            () = front.leaving.cancelled(), if !heard => heard = true,
+            () = front.unready.cancelled(), if !heard => heard = true,
             // Fails only if the directory was dropped, but `front` holds the directory.
             changed = changes.changed() => if changed.is_err() { return },
         }

@@ -118,7 +118,7 @@ pub(super) async fn health(State(front): State<Arc<Front>>, headers: HeaderMap) 
     let count = |of: fn(&Serving) -> usize| all.iter().map(|(_, serving)| of(serving)).sum();
     let (prefill_nodes, decode_nodes) = (count(|it| it.prefill_nodes), count(|it| it.decode_nodes));
     let status = match () {
-        () if front.leaving.is_cancelled() => "stopping",
+        () if front.unready.is_cancelled() => "stopping",
         () if decode_nodes == 0 => "no decode node",
         () if !front.nodes.are_connected() => "nodes connecting",
         () if !front.serves() => "nodes paused",

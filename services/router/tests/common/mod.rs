@@ -36,7 +36,7 @@ pub(crate) fn settings() -> RouterSettings {
         http: "127.0.0.1:0".parse().unwrap(),
         grpc: "127.0.0.1:0".parse().unwrap(),
         admin: "127.0.0.1:0".parse().unwrap(),
-        drain_timeout: Duration::from_secs(10),
+        drain_timeout: Some(Duration::from_secs(10)),
         ..config::Router::default()
     };
     RouterSettings::new(router, ClusterSecret::new(SECRET).unwrap(), 1024)
