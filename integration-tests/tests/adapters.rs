@@ -84,6 +84,7 @@ async fn handed_over_and_migrated_answers_of_adapters_equal_those_of_one_node() 
     found.extend(&rest.token_ids);
     assert_eq!(found, alone[1]);
     assert!(rest.attempts >= 2, "{rest:?}");
+    cluster.restart_decode(victim)?;
     cluster.stop()
 }
 
