@@ -357,7 +357,11 @@ impl<E> NodeCall<E> {
         let client = nodes.channel(&address.grpc).map(|channel| channel.client(record.epoch));
         let opening = async move {
             // The node left after the pick.
-            let Some(client) = client else { return Err(lost_call("the node left")) };
+            let client = client.ok_or_else(|| CallError {
+                code: GrpcCode::UNAVAILABLE,
+                is_broken: true,
+                message: "the node left".to_owned(),
+            })?;
             call(client).await.map(Response::into_inner).map_err(call_error)
         };
         Self(CallStream::Opening(Box::pin(opening)))
@@ -373,10 +377,6 @@ fn call_error(status: Status) -> CallError {
         message => message,
     };
     CallError { code: GrpcCode(status.code().into()), is_broken, message: message.to_owned() }
-}
-
-fn lost_call(message: &str) -> CallError {
-    CallError { code: GrpcCode::UNAVAILABLE, is_broken: true, message: message.to_owned() }
 }
 
 fn traced<M>(span: &Span, message: M) -> Request<M> {

@@ -484,7 +484,7 @@ impl Drop for RunningRequest {
 mod tests {
     use std::time::Duration;
 
-    use super::*;
+    use super::{events::tests::event, *};
 
     fn start<F>(work: impl FnOnce(EventSender) -> F) -> RunningRequest
     where
@@ -502,27 +502,16 @@ mod tests {
 
     const WAIT_MAX: Duration = Duration::from_millis(20);
 
-    fn tokens(choice: u32) -> AnswerEvent {
-        AnswerEvent::Tokens(AnswerTokens {
-            choice,
-            first_index: 0,
-            tokens: vec![],
-            prompt: None,
-            text: "t".into(),
-            is_last: false,
-        })
-    }
-
     #[tokio::test(start_paused = true)]
     async fn events_come_in_order_and_then_the_end() {
         let mut running = start(|events| async move {
             for choice in 0..5 {
-                events.send(tokens(choice)).await?;
+                events.send(event(choice)).await?;
             }
             Err(RequestError::Stopped)
         });
         for choice in 0..5 {
-            assert_eq!(running.next().await, Some(Ok(tokens(choice))));
+            assert_eq!(running.next().await, Some(Ok(event(choice))));
         }
         assert_eq!(running.next().await, Some(Err(RequestError::Stopped)));
         assert_eq!(running.next().await, None);
@@ -532,11 +521,11 @@ mod tests {
     async fn a_reader_that_does_not_read_ends_its_own_request() {
         let mut running = start(|events| async move {
             loop {
-                events.send(tokens(0)).await?;
+                events.send(event(0)).await?;
             }
         });
         tokio::time::sleep(WAIT_MAX * 4).await;
-        assert_eq!(running.next().await, Some(Ok(tokens(0))));
+        assert_eq!(running.next().await, Some(Ok(event(0))));
         assert_eq!(running.next().await, Some(Err(RequestError::SlowClient { waited: WAIT_MAX })));
     }
 

@@ -2,35 +2,13 @@
 
 mod common;
 
-use common::{Cluster, client::EventStream, encode, node::Behaviour};
+use common::{Cluster, HERMES, TWO_CALLS, client::EventStream, encode, node::Behaviour};
 use proto::v1::FailureKind;
 use serde_json::{Value, json};
 use tonic::Code;
 
 const PATH: &str = "/v1/messages";
 const COUNT_PATH: &str = "/v1/messages/count_tokens";
-
-/// Template with tools in the format of Hermes.
-const TEMPLATE: &str = r#"{%- if tools %}
-    {{- '<|im_start|>system\n<tools>' }}
-    {%- for tool in tools %}
-        {{- '\n' + (tool | tojson) }}
-    {%- endfor %}
-    {{- '\n</tools>\nTo call: <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\n' + message.content }}
-    {%- for call in message.tool_calls or [] %}
-        {{- '\n<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' }}
-    {%- endfor %}
-    {{- '<|im_end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-{%- endif %}"#;
-
-const TWO_CALLS: &str = "I look.\n<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\": \
-    \"Köln\"}}\n</tool_call>\n<tool_call>\n{\"name\": \"clock\", \"arguments\": {}}\n</tool_call>";
 
 fn message(extra: Value) -> Value {
     let mut body = json!({
@@ -149,7 +127,7 @@ async fn messages_are_answered_whole_and_streamed() {
 
 #[tokio::test]
 async fn conversation_with_tools_reaches_the_template_and_calls_become_blocks() {
-    let cluster = Cluster::start_with_template(TEMPLATE, TWO_CALLS).await;
+    let cluster = Cluster::start_with_template(HERMES, TWO_CALLS).await;
     let body = message(json!({
         "system": "Be brief.", "tools": tools(),
         "messages": [
@@ -221,7 +199,7 @@ async fn answer_ends_at_a_stop_sequence_a_limit_or_the_end_of_the_context() {
 
 #[tokio::test]
 async fn answer_continues_a_last_message_of_the_assistant() {
-    let cluster = Cluster::start_with_template(TEMPLATE, " rains.").await;
+    let cluster = Cluster::start_with_template(HERMES, " rains.").await;
     let messages = json!([
         {"role": "user", "content": "Weather?"},
         {"role": "assistant", "content": [{"type": "text", "text": "It"}]},
@@ -308,7 +286,7 @@ async fn failed_stream_ends_with_an_error_event() {
 #[tokio::test]
 async fn thinking_has_a_block_of_its_own_with_a_signature() {
     let template =
-        format!("{TEMPLATE}{{{{- '<think>' if enable_thinking else '' }}}}{{# </think> #}}");
+        format!("{HERMES}{{{{- '<think>' if enable_thinking else '' }}}}{{# </think> #}}");
     let cluster = Cluster::start_with_template(&template, "I look.\n</think>\n\nIt rains.").await;
     let thinking = |fields: Value| {
         let mut thinking = json!({"type": "adaptive"});

@@ -3,32 +3,13 @@
 mod common;
 
 use common::{
-    Cluster,
+    Cluster, HERMES, TWO_CALLS,
     client::{ids_of, text_of},
     encode,
     node::END,
 };
 use serde_json::{Value, json};
 use text::SpecialTokens;
-
-/// Template in the style of Qwen and Hermes: tools in a system message, calls between tags.
-const HERMES: &str = r#"{%- if tools %}
-    {{- '<|im_start|>system\n<tools>' }}
-    {%- for tool in tools %}
-        {{- '\n' + (tool | tojson) }}
-    {%- endfor %}
-    {{- '\n</tools>\nTo call: <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\n' + message.content }}
-    {%- for call in message.tool_calls or [] %}
-        {{- '\n<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' }}
-    {%- endfor %}
-    {{- '<|im_end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-{%- endif %}"#;
 
 /// Template in the style of Llama: tools in the user's message, a bare object as the call.
 const LLAMA: &str = r#"{%- for message in messages %}
@@ -38,9 +19,6 @@ const LLAMA: &str = r#"{%- for message in messages %}
     {%- endif %}
     {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
 {%- endfor %}"#;
-
-const TWO_CALLS: &str = "I look.\n<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\": \
-    \"Köln\"}}\n</tool_call>\n<tool_call>\n{\"name\": \"clock\", \"arguments\": {}}\n</tool_call>";
 
 const PATH: &str = "/v1/chat/completions";
 

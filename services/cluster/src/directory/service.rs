@@ -87,10 +87,6 @@ impl Latency {
         self.attempts = self.attempts.saturating_add(1);
     }
 
-    fn add_transfer(&mut self, token_ms: f64) {
-        self.transfer_ms = Some(transfer_mean(self.transfer_ms, token_ms));
-    }
-
     fn itl(&self) -> Option<f64> {
         (self.attempts >= ITL_ATTEMPTS_MIN).then_some(self.itl_ms)
     }
@@ -171,10 +167,9 @@ impl Directory {
         for (key, id) in [(pair.0, prefill), (pair.1, decode)] {
             let member = self.member(key);
             let is_probe = member.breaker.is_probe(id);
-            if is_probe {
-                member.latency.transfer_ms = None;
-            }
-            member.latency.add_transfer(token_ms);
+            // Earlier transfers do not show the current latency of a probed node.
+            let earlier_ms = member.latency.transfer_ms.filter(|_| !is_probe);
+            member.latency.transfer_ms = Some(transfer_mean(earlier_ms, token_ms));
             self.judge(now, key, is_probe, &TRANSFER);
         }
     }

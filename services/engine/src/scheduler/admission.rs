@@ -223,18 +223,7 @@ impl Scheduler {
         if self.unclaimed_slots() == 0 {
             return false;
         }
-        let headroom = self.headroom();
-        let sequence = &self.sequences[id];
-        let blocks_total = blocks_for(sequence.tokens.len());
-        let tokens = sequence.cacheable_tokens();
-        let hits = self.kv.hold_prefix(&sequence.chain, tokens, blocks_total, headroom);
-        let prefix = match hits {
-            Ok(prefix) => prefix,
-            Err(needed) => {
-                self.lacks_blocks(id, needed, actions);
-                return false;
-            }
-        };
+        let Some((prefix, blocks_total)) = self.hold_prefix(id, actions) else { return false };
         // The prefill peer waits for the reservation, so a load has the same time-out as a wait for
         // blocks. Both waits together stay below the peer's time-out (`ready_timeout`).
         let most = self.config.reserve_timeout;
@@ -242,6 +231,22 @@ impl Scheduler {
         let rest = self.kv.reserve(blocks_total - prefix.len() as u32, id);
         self.reserve_rest(id, prefix, rest.expect("availability was checked"), actions);
         true
+    }
+
+    /// Holds the cached blocks of the sequence's prefix, and returns them with the number of all
+    /// blocks that the sequence needs. Returns `None` if too few blocks are available for the rest.
+    fn hold_prefix(
+        &mut self,
+        id: SequenceId,
+        actions: &mut Vec<Action>,
+    ) -> Option<(Vec<BlockId>, u32)> {
+        let headroom = self.headroom();
+        let sequence = &self.sequences[id];
+        let blocks_total = blocks_for(sequence.tokens.len());
+        let tokens = sequence.cacheable_tokens();
+        let held = self.kv.hold_prefix(&sequence.chain, tokens, blocks_total, headroom);
+        let held = held.map_err(|needed| self.lacks_blocks(id, needed, actions));
+        held.ok().map(|prefix| (prefix, blocks_total))
     }
 
     /// Requests the KV of the reserved blocks `rest` from the prefill peer, or computes it here if
@@ -303,20 +308,11 @@ impl Scheduler {
             if self.unclaimed_slots() == 0 {
                 return None;
             }
-            let headroom = self.headroom();
-            let sequence = &self.sequences[id];
-            let blocks_total = blocks_for(sequence.tokens.len());
-            let tokens = sequence.cacheable_tokens();
-            let hits = self.kv.hold_prefix(&sequence.chain, tokens, blocks_total, headroom);
-            let prefix = match hits {
-                Ok(prefix) => prefix,
-                Err(needed) => {
-                    self.lacks_blocks(id, needed, actions);
-                    if self.is_admitting {
-                        self.sequences.compute_lacks_blocks();
-                    }
-                    return None;
+            let Some((prefix, blocks_total)) = self.hold_prefix(id, actions) else {
+                if self.is_admitting {
+                    self.sequences.compute_lacks_blocks();
                 }
+                return None;
             };
             let Some(mut blocks) = self.load_prefix(id, prefix, Duration::MAX, actions) else {
                 continue;

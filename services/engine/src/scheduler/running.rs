@@ -74,7 +74,8 @@ impl Scheduler {
         builder.plan.rows.reserve(self.sequences.running().len());
         builder.sequences.reserve(self.sequences.running().len());
         self.advance_running(&mut builder, actions);
-        if !self.ends_split_prompt(&builder) {
+        // No other prompt may join a step with a split prompt: it would delay the first token.
+        if !builder.sequences.iter().any(|&id| self.sequences[id].row().is_split) {
             self.advance_newcomers(&mut builder, actions);
         }
         if builder.sequences.is_empty() {
@@ -170,12 +171,6 @@ impl Scheduler {
             let count = self.bound_prefill(position, count, builder);
             self.advance(id, count, builder);
         }
-    }
-
-    /// Returns whether the step contains a split prompt. Then no other prompt may join: it would
-    /// delay the first token.
-    fn ends_split_prompt(&self, builder: &PlanBuilder) -> bool {
-        builder.sequences.iter().any(|&id| self.sequences[id].row().is_split)
     }
 
     /// Returns the prefill budget that is left in the step, in tokens at the start of a prompt.

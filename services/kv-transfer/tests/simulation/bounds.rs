@@ -135,14 +135,7 @@ fn transfer_aborted_before_it_began_fails_at_once() {
     let transfer = TransferId(4);
     let reason = "the client left".to_owned();
     world.at(world.now(), 0, Step::Command(Command::Abort { transfer, reason }));
-    let plan = TransferPlan {
-        transfer,
-        sender: 0,
-        receiver: 1,
-        block_count: 3,
-        cached: 0,
-        deadline: Duration::from_secs(5),
-    };
+    let plan = TransferPlan::of_three_blocks(transfer, 0, 1);
     let later = world.now() + Duration::from_millis(20);
     world.plan(plan, Some(later), Some(later));
     world.run_until(world.now() + Duration::from_millis(300));
@@ -248,9 +241,7 @@ fn unanswered_early_handshake_is_repeated_by_the_first_transfer() {
     assert!(!peers(&world, 0).contains(&world.nodes[4].epoch));
     assert_eq!(peers(&world, 4), [world.nodes[0].epoch]);
     let (now, transfer) = (world.now(), TransferId(1));
-    let deadline = Duration::from_secs(5);
-    let plan =
-        TransferPlan { transfer, sender: 0, receiver: 4, block_count: 3, cached: 0, deadline };
+    let plan = TransferPlan::of_three_blocks(transfer, 0, 4);
     // The sender, node 0, learns of the transfer from node 4's HELLO, before its own command.
     world.plan(plan, Some(now), Some(now + Duration::from_millis(75)));
     world.run_until(now + Duration::from_millis(70));
@@ -267,9 +258,7 @@ fn transfer_during_an_early_handshake_gets_the_timeout_of_its_own_handshake() {
     assert!(!peers(&world, 0).contains(&world.nodes[4].epoch));
     assert_eq!(peers(&world, 4), [world.nodes[0].epoch]);
     let (now, transfer) = (world.now(), TransferId(1));
-    let deadline = Duration::from_secs(5);
-    let plan =
-        TransferPlan { transfer, sender: 0, receiver: 4, block_count: 3, cached: 0, deadline };
+    let plan = TransferPlan::of_three_blocks(transfer, 0, 4);
     world.plan(plan, Some(now), Some(now + Duration::from_millis(75)));
     world.run_until(now + Duration::from_secs(1));
     assert!(world.end_of(4, transfer).is_some_and(|(_, succeeded)| succeeded));
@@ -366,14 +355,7 @@ fn no_pair_is_connected_early_across_hosts() {
     }
     assert_eq!(peers(&world, 0), [], "no pair stays open across hosts");
     // A transfer connects the pair.
-    let plan = TransferPlan {
-        transfer: TransferId(1),
-        sender: 0,
-        receiver: 1,
-        block_count: 3,
-        cached: 0,
-        deadline: Duration::from_secs(5),
-    };
+    let plan = TransferPlan::of_three_blocks(TransferId(1), 0, 1);
     let now = world.now();
     world.plan(plan, Some(now), Some(now));
     world.run_until(now + Duration::from_secs(1));

@@ -34,14 +34,7 @@ fn other_model_is_refused_on_both_sides_with_both_fingerprints() {
             limits: Default::default(),
         },
     );
-    let plan = TransferPlan {
-        transfer: TransferId(1),
-        sender: 0,
-        receiver: 1,
-        block_count: 3,
-        cached: 0,
-        deadline: Duration::from_secs(5),
-    };
+    let plan = TransferPlan::of_three_blocks(TransferId(1), 0, 1);
     let now = world.now();
     world.plan(plan, Some(now), Some(now));
     world.run_until(now + Duration::from_millis(100));

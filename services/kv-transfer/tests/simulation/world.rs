@@ -46,6 +46,14 @@ pub(crate) struct TransferPlan {
     pub deadline: Duration,
 }
 
+impl TransferPlan {
+    /// Returns a transfer of three blocks, none of which the receiver has.
+    pub(crate) fn of_three_blocks(transfer: TransferId, sender: usize, receiver: usize) -> Self {
+        let deadline = Duration::from_secs(5);
+        Self { transfer, sender, receiver, block_count: 3, cached: 0, deadline }
+    }
+}
+
 /// An input of a node.
 #[derive(Clone, Debug)]
 pub(crate) enum Step {
@@ -367,6 +375,11 @@ impl World {
         node.core.handle_data(self.clock.now(), DataEvent::Sent { transfer, chunk, integrity });
     }
 
+    /// Returns whether bytes of this data connection arrive.
+    fn reaches(&self, connection: ConnectionId, from: usize, to: usize) -> bool {
+        self.network.connection(from, to) == Some(connection) && !self.network.is_cut(from, to)
+    }
+
     fn chunk_begins(
         &mut self,
         index: usize,
@@ -376,9 +389,7 @@ impl World {
         chunk: u32,
         contents: Vec<u64>,
     ) {
-        if self.network.connection(from, index) != Some(connection)
-            || self.network.is_cut(from, index)
-        {
+        if !self.reaches(connection, from, index) {
             return;
         }
         let Some(blocks) = self.nodes[index].posted.remove(&(transfer, chunk)) else { return };
@@ -397,9 +408,7 @@ impl World {
         chunk: u32,
         contents: Vec<u64>,
     ) {
-        if self.network.connection(from, index) != Some(connection)
-            || self.network.is_cut(from, index)
-        {
+        if !self.reaches(connection, from, index) {
             return;
         }
         let node = &mut self.nodes[index];

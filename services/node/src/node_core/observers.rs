@@ -143,8 +143,7 @@ impl LoadObservers {
             identity.weight_version = changed.weight_version;
         }
         let delta = v1::NodeDelta { weights: Some(changed), ..Default::default() };
-        let events = self.observers.iter_mut();
-        outputs.extend(events.map(|observer| observer.event(Event::Delta(delta.clone()))));
+        self.send(&delta, outputs);
         // A node without weights counts as draining.
         self.publish(now, steps, outputs);
     }
@@ -253,8 +252,7 @@ impl LoadObservers {
         for tier in Tier::ALL {
             let (stored, lost) = split(scheduler.take_tier_changes(tier));
             for delta in tier_deltas(tier, &stored, &lost) {
-                let events = self.observers.iter_mut();
-                outputs.extend(events.map(|observer| observer.event(Event::Delta(delta.clone()))));
+                self.send(&delta, outputs);
             }
         }
         let arrived = std::mem::take(&mut self.arrived);
@@ -274,9 +272,14 @@ impl LoadObservers {
                 weights: None,
                 tiers: Vec::new(),
             };
-            let events = self.observers.iter_mut();
-            outputs.extend(events.map(|observer| observer.event(Event::Delta(delta.clone()))));
+            self.send(&delta, outputs);
         }
+    }
+
+    /// Sends a change of the node to all observers.
+    fn send(&mut self, delta: &v1::NodeDelta, outputs: &mut Outputs) {
+        let events = self.observers.iter_mut();
+        outputs.extend(events.map(|observer| observer.event(Event::Delta(delta.clone()))));
     }
 }
 

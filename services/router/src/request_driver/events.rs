@@ -277,10 +277,10 @@ impl Drop for EventReceiver {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
-    fn event(choice: u32) -> AnswerEvent {
+    pub(in crate::request_driver) fn event(choice: u32) -> AnswerEvent {
         AnswerEvent::Tokens(AnswerTokens {
             choice,
             first_index: 0,

@@ -23,6 +23,29 @@ use node::{MODEL, ScriptedNode};
 
 pub(crate) const SECRET: &str = "0123456789abcdef0123456789abcdef";
 
+/// Template in the style of Qwen and Hermes: tools in a system message, calls between tags.
+pub(crate) const HERMES: &str = r#"{%- if tools %}
+    {{- '<|im_start|>system\n<tools>' }}
+    {%- for tool in tools %}
+        {{- '\n' + (tool | tojson) }}
+    {%- endfor %}
+    {{- '\n</tools>\nTo call: <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' + message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\n<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+{%- endif %}"#;
+
+/// Answer with a text and two calls in the format of [`HERMES`].
+pub(crate) const TWO_CALLS: &str = "I look.\n<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\": \
+    \"Köln\"}}\n</tool_call>\n<tool_call>\n{\"name\": \"clock\", \"arguments\": {}}\n</tool_call>";
+
 pub(crate) struct Cluster {
     pub router: RunningRouter,
     pub client: Client,
