@@ -21,7 +21,7 @@ pub struct CudaMatrix {
 }
 
 impl CudaMatrix {
-    /// Allocates a matrix for `source` by `cut`, which returns a range of so many bytes. `format`
+    /// Allocates a matrix for `source`. `cut` returns a range of the given number of bytes. `format`
     /// is that of the model's weights.
     pub(super) fn place(
         source: &dyn RowSource,

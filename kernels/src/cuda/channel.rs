@@ -104,7 +104,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn words(error: impl ToString) -> String {
+fn message_of(error: impl ToString) -> String {
     error.to_string()
 }
 
@@ -183,7 +183,7 @@ impl NcclChannels {
         if let Some(nccl) = &*opened {
             return Ok(Arc::clone(nccl));
         }
-        Ok(Arc::clone(opened.insert(Nccl::open(None).map_err(words)?)))
+        Ok(Arc::clone(opened.insert(Nccl::open(None).map_err(message_of)?)))
     }
 
     fn uuids(&self) -> Vec<String> {
@@ -266,7 +266,7 @@ impl PeerChannels for NcclChannels {
         let nccl = self.opened()?;
         let deadline = Instant::now() + PREPARE_MAX;
         let loaded = in_parallel("nccl-prepare", &self.parts, |(part, _), _| {
-            Communicator::load_kernels(&nccl, part.context(), deadline).map_err(words)
+            Communicator::load_kernels(&nccl, part.context(), deadline).map_err(message_of)
         });
         loaded.map(drop)
     }
@@ -311,7 +311,7 @@ impl PeerChannels for NcclChannels {
         }
         let id = |_| nccl.unique_id().map(|id| bytemuck::cast(id.0));
         let ids = (0..communicators).map(id).collect::<Result<Vec<_>, _>>();
-        Ok(InvitationAnswer { max_ctas, uuids, ids: ids.map_err(words)? }.to_bytes())
+        Ok(InvitationAnswer { max_ctas, uuids, ids: ids.map_err(message_of)? }.to_bytes())
     }
 
     fn join(

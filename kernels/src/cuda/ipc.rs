@@ -225,7 +225,7 @@ impl CudaPeerBlocks {
             end.kv.context().bind()?;
             let stream = &end.streams[turn % end.streams.len()];
             let mark = Event::new(end.kv.context())?;
-            end.kv.pass_time(stream)?;
+            end.kv.delay_in_tests(stream)?;
             for piece in &end.pieces {
                 // SAFETY: the caller holds a write guard of each destination block until the event
                 // is seen, and the mapping lives as long.

@@ -35,7 +35,7 @@ pub struct DeviceKv {
     delays: OnceLock<StreamDelays>,
 }
 
-/// HostCopies of single blocks, for network transfers.
+/// Copies of single blocks between GPU and host, for network transfers.
 #[derive(Debug)]
 struct HostCopies {
     context: Arc<Context>,
@@ -197,7 +197,11 @@ impl DeviceKv {
         copies.write(&self.data, offset, host)
     }
 
-    pub(super) fn pass_time<R: StreamRole>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
+    /// Delays the stream by a random time, in tests only.
+    pub(super) fn delay_in_tests<R: StreamRole>(
+        &self,
+        stream: &Stream<R>,
+    ) -> Result<(), CudaError> {
         self.delays.get().map_or(Ok(()), |delays| delays.pass(stream))
     }
 }

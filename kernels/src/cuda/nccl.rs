@@ -219,7 +219,7 @@ impl Nccl {
             path: path.or(file.map(Path::to_owned)).unwrap_or_else(|| SONAME.into()),
             reason,
         };
-        let (code, version, path) = asked.map_err(|error| no_nccl(None, words(&error)))?;
+        let (code, version, path) = asked.map_err(|error| no_nccl(None, loader_message(&error)))?;
         if code != SUCCESS {
             return Err(no_nccl(path, format!("ncclGetVersion failed ({code})")));
         }
@@ -231,7 +231,7 @@ impl Nccl {
         // SAFETY: the version was checked, so the signatures are those above; the library is kept
         // open below.
         let functions = unsafe { Functions::load(&library) }
-            .map_err(|error| no_nccl(Some(path.clone()), words(&error)))?;
+            .map_err(|error| no_nccl(Some(path.clone()), loader_message(&error)))?;
         // Checked before the first call that reads the environment.
         environment_is_ours(env::var_os(NCCL_ENVIRONMENT.0).as_deref())?;
         Ok(Arc::new(Self { path, version, functions, _library: library }))
@@ -289,7 +289,9 @@ fn open_first(file: Option<&Path>) -> Result<Library, NcclError> {
         // SAFETY: NCCL's initializers only read NCCL's settings.
         match unsafe { Library::new(&candidate) } {
             Ok(library) => return Ok(library),
-            Err(error) => tried.push(format!("{} ({})", candidate.display(), words(&error))),
+            Err(error) => {
+                tried.push(format!("{} ({})", candidate.display(), loader_message(&error)))
+            }
         }
     }
     Err(NcclError::NotFound { tried })
@@ -309,7 +311,7 @@ fn file_of(function: *const c_void) -> Option<PathBuf> {
 }
 
 /// Returns the loader's message, which is the error's source.
-fn words(error: &libloading::Error) -> String {
+fn loader_message(error: &libloading::Error) -> String {
     error.source().map_or_else(|| error.to_string(), ToString::to_string)
 }
 

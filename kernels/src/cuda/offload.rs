@@ -132,7 +132,7 @@ impl GpuCopies {
         is_save: bool,
     ) -> Result<(StreamMark, Event), CudaError> {
         self.kv.context().bind()?;
-        self.kv.pass_time(&self.stream)?;
+        self.kv.delay_in_tests(&self.stream)?;
         let strides = self.strides;
         let own_bytes = strides.from.0 * strides.runs;
         let mut copies = UnorderedCopies::default();

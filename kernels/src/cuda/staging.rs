@@ -124,7 +124,7 @@ impl StagingMemory {
         let event = || Event::new(context);
         let slot = |_| Ok(StagingSlot { filled: event()?, emptied: event()? });
         let slots = (0..slots).map(slot).collect::<Result<Vec<_>, CudaError>>()?;
-        kv.pass_time(&copies)?;
+        kv.delay_in_tests(&copies)?;
         // The first message of a connection sends this memory before anything has written it.
         memory.fill(0, &copies)?;
         for slot in &slots {

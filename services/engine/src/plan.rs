@@ -42,7 +42,7 @@ pub struct StepPlan {
     pub extended: Vec<(Slot, Vec<BlockId>)>,
     /// Rows of this forward pass; none only in a plan that releases slots.
     pub rows: Vec<RowPlan>,
-    /// Whether constrained rows sample. Then sampling waits for
+    /// Whether rows with a grammar sample. Then sampling waits for
     /// [`supply`](crate::executor::Executor::supply).
     pub awaits_masks: bool,
     /// Upper bound on the draft tokens of all rows.
@@ -52,6 +52,7 @@ pub struct StepPlan {
     pub drafts: Vec<(Slot, Vec<u32>)>,
 }
 
+/// New occupant of a slot.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AdmittedRow {
     pub slot: Slot,
@@ -71,7 +72,7 @@ pub struct AdmittedRow {
 }
 
 /// Token bitmask of one sample of a launched step. A row that verifies draft tokens may have
-/// several: of the token after its known tokens, and of the tokens after its first draft tokens.
+/// several bitmasks: one for the token after its known tokens, and one after each draft token.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RowMask {
     pub slot: Slot,
@@ -148,6 +149,7 @@ impl Span {
     }
 }
 
+/// Result of one row of a step.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RowResult {
     pub slot: Slot,

@@ -153,7 +153,7 @@ impl AnswerCore {
         policy: RecoveryPolicy,
     ) -> Self {
         let (id, turn, is_queued) = shared.with(|router| {
-            router.handle_arrival(now, &spec.model, &flow.name, spec.session_marks())
+            router.handle_arrival(now, &spec.model, &flow.name, spec.session_identity())
         });
         let (model, deadline) = (spec.model.clone(), spec.deadline);
         let mut request = RequestCore::new(spec, policy);

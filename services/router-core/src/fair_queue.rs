@@ -57,7 +57,7 @@ use std::{
 use cluster::NoNode;
 pub use flow_limit::{FlowLimit, LimitReached};
 pub(crate) use flow_sessions::FlowSessions;
-pub use flow_sessions::{SessionMarks, SessionTurn};
+pub use flow_sessions::{SessionIdentity, SessionTurn};
 use order::{FlowOrder, FlowRank};
 use predict::{CachedShare, CountedTokens, OUTPUT_SHARE, OUTPUT_TOKEN_COST, ServiceRate};
 pub use predict::{StartLimit, StartedPrompt, TooLate, WaitLimits, WaitRequest};

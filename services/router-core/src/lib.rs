@@ -34,7 +34,7 @@ pub use admission::{LoadBound, Overload, RETRY_AFTER_S};
 pub use answer::{AnswerCore, AnswerOutput, PickedNode, SharedCore, StartedAttempt};
 pub use fair_queue::{
     Charge, ChargeEnd, FairQueue, Flow, FlowLimit, FlowName, LimitReached, PassReason,
-    SessionMarks, SessionTurn, StartLimit, StartedPrompt, TooLate, WaitLimits, WaitRequest,
+    SessionIdentity, SessionTurn, StartLimit, StartedPrompt, TooLate, WaitLimits, WaitRequest,
 };
 pub use request_core::{
     AnswerSpec, AttemptCalls, AttemptFailure, AttemptOutcome, AttemptSide, AttemptStats, Blame,

@@ -54,7 +54,7 @@ use proto::{
     },
 };
 
-use crate::fair_queue::{SessionMarks, StartLimit, TooLate};
+use crate::fair_queue::{SessionIdentity, StartLimit, TooLate};
 use attempt::{AttemptAction, AttemptState, LAST_EVENT_MAX, TOKEN_0_MAX};
 pub use attempt::{AttemptStats, NodeStats};
 use emitted::EmittedTokens;
@@ -113,8 +113,8 @@ pub struct AnswerSpec {
 
 impl AnswerSpec {
     /// Returns the part of the request that identifies its session.
-    pub fn session_marks(&self) -> SessionMarks<'_> {
-        SessionMarks {
+    pub fn session_identity(&self) -> SessionIdentity<'_> {
+        SessionIdentity {
             name: &self.session.name,
             cache_salt: &self.cache_salt,
             blocks: self.prefix.first().map_or(&[][..], PrefixKeys::keys),

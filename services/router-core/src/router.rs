@@ -21,7 +21,7 @@ use crate::{
     answer::{AttemptNodes, WaitingPlace},
     fair_queue::{
         Charge, ChargeEnd, FairQueue, Flow, FlowLimit, FlowName, FlowSessions, LimitReached,
-        PassReason, SessionMarks, SessionTurn, StartedPrompt, WaitLimits, WaitRequest,
+        PassReason, SessionIdentity, SessionTurn, StartedPrompt, WaitLimits, WaitRequest,
     },
     request_core::{AttemptFailure, AttemptSide, AttemptStats, Blame, NodeFeedback},
 };
@@ -233,10 +233,7 @@ impl RouterCore {
     }
 
     fn model(&mut self, model: &Arc<str>) -> &mut ModelQueue {
-        if !self.models.contains_key(model) {
-            self.models.insert(model.clone(), ModelQueue::default());
-        }
-        self.models.get_mut(model).expect("inserted above")
+        self.models.entry(model.clone()).or_default()
     }
 
     // Answers.
@@ -248,12 +245,12 @@ impl RouterCore {
         now: Instant,
         model: &Arc<str>,
         flow: &FlowName,
-        marks: SessionMarks<'_>,
+        identity: SessionIdentity<'_>,
     ) -> (AnswerId, SessionTurn<()>, bool) {
         self.answers += 1;
         let id = AnswerId(self.answers);
         let ModelQueue { queue, sessions } = self.model(model);
-        (id, sessions.arrived(now, flow, marks), !queue.is_empty())
+        (id, sessions.arrived(now, flow, identity), !queue.is_empty())
     }
 
     /// Records the end of an answer with its last full block; `None` if the answer is not complete.

@@ -137,21 +137,21 @@ mod tests {
             let rejected =
                 |bytes: &[u8]| Invitation::from_bytes(bytes).expect_err("it is rejected");
             for length in 0..bytes.len() {
-                let words = rejected(&bytes[..length]);
-                assert!(words.contains("invalid invitation: "), "{words}");
+                let message_of = rejected(&bytes[..length]);
+                assert!(message_of.contains("invalid invitation: "), "{message_of}");
             }
             assert!(rejected(&[&bytes[..], &[0]].concat()).contains("1 bytes too many"));
             let mut other = bytes.clone();
             other[0] = b'b';
             assert!(rejected(&other).contains("begins with bATONNC6; expected BATONNC6"));
             for lanes in [0, 3, usize::MAX] {
-                let words = rejected(&Invitation { lanes, ..invitation.clone() }.to_bytes());
-                assert_eq!(words, format!("invalid lanes: {lanes}; expected 1 to 2"));
+                let message_of = rejected(&Invitation { lanes, ..invitation.clone() }.to_bytes());
+                assert_eq!(message_of, format!("invalid lanes: {lanes}; expected 1 to 2"));
             }
             for parts in [0, PARTS_MAX + 1] {
                 let uuids = uuids(parts);
-                let words = rejected(&Invitation { uuids, ..invitation.clone() }.to_bytes());
-                assert_eq!(words, format!("invalid parts: {parts}; expected 1 to 8"));
+                let message_of = rejected(&Invitation { uuids, ..invitation.clone() }.to_bytes());
+                assert_eq!(message_of, format!("invalid parts: {parts}; expected 1 to 8"));
             }
         }
     }

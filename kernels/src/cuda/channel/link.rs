@@ -23,10 +23,9 @@ use super::{
     },
     PeerExchange, SLOT_BYTES, SLOTS,
     invitation::LANES_MAX,
-    locked,
+    locked, message_of,
     operations::Marks,
     watchdog::{OldestOperation, POLL_INTERVAL, StuckDetector, StuckLimits},
-    words,
 };
 use crate::{
     layout::BlockId,
@@ -72,16 +71,16 @@ impl LinkGpu {
         if let Some(staging) = locked(&self.spare).pop() {
             return Ok(staging);
         }
-        let room = |made: usize| (made < STAGINGS_MAX).then_some(made + 1);
+        let one_more = |made: usize| (made < STAGINGS_MAX).then_some(made + 1);
         let stagings = &self.stagings;
-        stagings.fetch_update(Ordering::Relaxed, Ordering::Relaxed, room).map_err(|made| {
+        stagings.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more).map_err(|made| {
             format!("cannot open another link: {made} links use this GPU; expected at most {STAGINGS_MAX}")
         })?;
         // Large enough for any later channel, which may move other parts of a block.
         let bytes = SLOT_BYTES.max(kv.layout().block_bytes()).max(2 * CONNECT_BYTES);
         StagingMemory::new(kv, SLOTS, bytes, LANES_MAX).map_err(|error| {
             stagings.fetch_sub(1, Ordering::Relaxed);
-            words(error)
+            message_of(error)
         })
     }
 }
@@ -136,11 +135,11 @@ impl Communicators {
         all.iter().for_each(|these| these.aborting.store(true, Ordering::Release));
         let communicators =
             all.iter().flat_map(|these| mem::take(&mut *locked(&these.made))).collect();
-        Communicator::abort_all(communicators, ABORT_MAX).map(drop).map_err(words)
+        Communicator::abort_all(communicators, ABORT_MAX).map(drop).map_err(message_of)
     }
 }
 
-const LIVES: &str = "only an abort takes the staging";
+const STAGING_LIVES: &str = "only an abort takes the staging";
 
 impl NcclLink {
     /// Creates a communicator for each of `options`, together with the peer.
@@ -150,7 +149,7 @@ impl NcclLink {
         options: &[CommunicatorOptions],
         limit: WaitLimit<'_>,
     ) -> Result<Self, String> {
-        own.kv.context().bind().map_err(words)?;
+        own.kv.context().bind().map_err(message_of)?;
         let staging = Some(own.gpu.staging(&own.kv)?);
         // Dropping the link aborts it, also after an error below.
         let (communicators, streams) = (Arc::default(), Vec::with_capacity(options.len()));
@@ -165,7 +164,7 @@ impl NcclLink {
         // In parallel: each one takes 0.1 s.
         let context = link.own.kv.context();
         let communicators = in_parallel("nccl-create", options, |options, _| {
-            Communicator::new(nccl, context, *options, limit).map_err(words)
+            Communicator::new(nccl, context, *options, limit).map_err(message_of)
         })?;
         for communicator in communicators {
             link.add_lane(communicator, limit)?;
@@ -180,24 +179,24 @@ impl NcclLink {
     /// order. This is safe: each exchange has its own stream with nothing after it, and its kernel
     /// fits on the GPU with the others.
     fn add_lane(&mut self, communicator: Communicator, limit: WaitLimit<'_>) -> Result<(), String> {
-        let stream = Stream::urgent(self.own.kv.context()).map_err(words)?;
+        let stream = Stream::urgent(self.own.kv.context()).map_err(message_of)?;
         let peer = 1 - communicator.rank();
         // From here on an abort of the link includes this communicator.
         locked(&self.communicators.made).push(communicator);
         self.streams.push(stream);
         let communicators = Arc::clone(&self.communicators);
-        let (tell, told) = mpsc::channel();
+        let (launched, on_launched) = mpsc::channel();
         thread::scope(|scope| {
             // The connecting thread may be blocked in the driver, and the driver on this exchange.
             let context = Arc::clone(self.own.kv.context());
             let watch = move || {
-                if told.recv().is_err() {
+                if on_launched.recv().is_err() {
                     return;
                 }
                 let (exchange, mut detector) =
                     (OldestOperation { number: 0, is_launched: true }, StuckDetector::new(CONNECT));
                 let is_blocked = || context.calls().any_is_overdue(Instant::now());
-                while told.recv_timeout(POLL_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+                while on_launched.recv_timeout(POLL_INTERVAL) == Err(RecvTimeoutError::Timeout) {
                     if detector.is_stuck(Some(exchange), is_blocked).is_some() {
                         // `connect` reports the failure.
                         let _ = Communicators::abort_all(slice::from_ref(&communicators));
@@ -206,10 +205,9 @@ impl NcclLink {
                 }
             };
             let named = thread::Builder::new().name("nccl-connect".to_owned());
-            named.spawn_scoped(scope, watch).map_err(words)?;
+            named.spawn_scoped(scope, watch).map_err(message_of)?;
             // Dropping the sender ends the watchdog.
-            let launched = tell;
-            self.connect(peer, limit, &launched)
+            self.connect(peer, limit, launched)
         })?;
         match self.communicators.aborting.load(Ordering::Acquire) {
             true => Err(NcclError::Ended.to_string()),
@@ -223,24 +221,25 @@ impl NcclLink {
         &mut self,
         peer: u32,
         limit: WaitLimit<'_>,
-        launched: &mpsc::Sender<()>,
+        launched: mpsc::Sender<()>,
     ) -> Result<(), String> {
         let stream = self.streams.last().expect("the caller pushed a stream");
-        let staging = self.staging.as_mut().expect(LIVES);
+        let staging = self.staging.as_mut().expect(STAGING_LIVES);
         let to_peer = |offset| SendOrReceive {
             peer,
             piece: Piece::new(staging.memory(), offset, CONNECT_BYTES),
         };
         let (out, back) = (to_peer(0), to_peer(CONNECT_BYTES));
-        staging.await_all(stream).map_err(words)?;
+        staging.await_all(stream).map_err(message_of)?;
         {
             let mut communicators = locked(&self.communicators.made);
-            let communicator = communicators.last_mut().ok_or(NcclError::Ended).map_err(words)?;
-            communicator.exchange(&[out], &[back], stream, limit).map_err(words)?;
+            let communicator =
+                communicators.last_mut().ok_or(NcclError::Ended).map_err(message_of)?;
+            communicator.exchange(&[out], &[back], stream, limit).map_err(message_of)?;
         }
         // Fails only when the watchdog has aborted the link.
         let _ = launched.send(());
-        let mark = staging.mark_lane(self.streams.len() - 1, stream).map_err(words)?;
+        let mark = staging.mark_lane(self.streams.len() - 1, stream).map_err(message_of)?;
         let deadline = limit.deadline.min(Instant::now() + CONNECT_MAX);
         while !mark.is_reached() {
             if Instant::now() >= deadline || (limit.cancelled)() {
@@ -264,14 +263,14 @@ impl NcclLink {
     ) -> Result<(), NcclError> {
         let Self { own, communicators, streams, next, unmarked, staging } = self;
         let LinkEnd { kv, gpu, rows, end, scatter } = own;
-        let staging = staging.as_mut().expect(LIVES);
+        let staging = staging.as_mut().expect(STAGING_LIVES);
         let _call = kv.context().calls().begin(LAUNCH_USUAL);
         kv.context().bind()?;
         let lane = *next % streams.len();
         *next = lane + 1;
         let stream = &streams[lane];
-        kv.pass_time(stream)?;
-        kv.pass_time(staging.copies())?;
+        kv.delay_in_tests(stream)?;
+        kv.delay_in_tests(staging.copies())?;
         let exchange = |range: &Range, (offset, bytes): SlotRange| -> Result<(), NcclError> {
             let _launching = locked(&gpu.launching);
             let mut made = locked(&communicators.made);
@@ -318,7 +317,7 @@ impl NcclLink {
         let _call = context.calls().begin(LAUNCH_USUAL);
         context.bind()?;
         let UnmarkedStreams { lanes, copies } = mem::take(&mut self.unmarked);
-        let staging = self.staging.as_mut().expect(LIVES);
+        let staging = self.staging.as_mut().expect(STAGING_LIVES);
         let mut marks = Vec::with_capacity(lanes.len() + 1);
         for lane in lanes {
             marks.push(staging.mark_lane(lane, &self.streams[lane])?);
@@ -345,7 +344,7 @@ impl NcclLink {
         for link in links {
             let Some(mut staging) = link.staging.take() else { continue };
             drained = drained
-                .and_then(|()| link.own.kv.context().bind().map_err(words))
+                .and_then(|()| link.own.kv.context().bind().map_err(message_of))
                 .and_then(|()| staging.drain(&link.streams, ABORT_MAX));
             kept.push((Arc::clone(&link.own.gpu), staging, mem::take(&mut link.streams)));
         }

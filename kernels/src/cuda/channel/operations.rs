@@ -13,9 +13,8 @@ use std::{
 use super::{
     super::{context::Context, nccl::NcclError, staging::operations, stream_progress::StreamMark},
     link::{Communicators, NcclLink},
-    locked,
+    locked, message_of,
     watchdog::{OldestOperation, Watchdog},
-    words,
 };
 use crate::{
     arena::{BlockRead, BlockWrite, RemoteBlocks},
@@ -158,7 +157,7 @@ impl ChannelControl {
         let number = locked(&self.in_flight).begin();
         let launched = match locked(&self.links).as_mut() {
             None => Err(self.why_aborted()),
-            Some(links) => self.launch_on(links, runs, ids).map_err(words),
+            Some(links) => self.launch_on(links, runs, ids).map_err(message_of),
         };
         if let Ok(marks) = &launched {
             locked(&self.in_flight).launched(number, marks);

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use super::{operations::ChannelControl, words};
+use super::{message_of, operations::ChannelControl};
 
 /// Interval between two polls. Time is counted in polls, so that a pause of this process or machine
 /// counts as one poll.
@@ -42,7 +42,7 @@ impl Watchdog {
         let (stop, stopped) = mpsc::channel();
         let shared = Arc::downgrade(shared);
         let named = thread::Builder::new().name("nccl-watchdog".to_owned());
-        let thread = named.spawn(move || watch(&shared, &stopped)).map_err(words)?;
+        let thread = named.spawn(move || watch(&shared, &stopped)).map_err(message_of)?;
         Ok(Self { stop: Some(stop), thread: Some(thread) })
     }
 }

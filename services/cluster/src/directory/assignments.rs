@@ -6,9 +6,9 @@ use proto::ids::TransferId;
 
 use super::{
     Assignment, AssignmentId, Directory, Forecast, NodeKey,
-    candidate::Need,
+    candidate::AttemptLoad,
     eligible::{eligible, misfit},
-    member::{Member, Unseen},
+    member::{Member, UnreportedAttempt},
     milliseconds,
     requirements::NodeRequirements,
     select::NodeChoice,
@@ -63,7 +63,7 @@ impl Directory {
     pub fn accepted(&mut self, assignment: AssignmentId) {
         let Some(key) = self.node_of(assignment) else { return };
         let member = self.member(key);
-        member.took();
+        member.reset_busy();
         if let Some(attempt) = member.unseen.get_mut(&assignment) {
             attempt.accepted = true;
         }
@@ -100,7 +100,7 @@ impl Directory {
         &mut self,
         now: Instant,
         transfer_id: TransferId,
-        (key, need): (NodeKey, Need),
+        (key, need): (NodeKey, AttemptLoad),
         prefills: bool,
         forecast: Option<Forecast>,
     ) -> NodeChoice {
@@ -115,7 +115,7 @@ impl Directory {
             cached_tokens: need.cached_tokens,
         };
         let uncached_tokens = need.uncached_tokens;
-        let unseen = Unseen {
+        let unseen = UnreportedAttempt {
             prompt_tokens: if prefills { uncached_tokens } else { 0 },
             computed_tokens: need.cached_tokens.into(),
             blocks: need.blocks,

@@ -45,13 +45,13 @@ pub(super) struct Candidate<'a> {
     pub(super) role: Role,
     pub(super) member: &'a Member,
     pub(super) seen: &'a Seen,
-    pub(super) need: Need,
+    pub(super) need: AttemptLoad,
     /// Input of predictions: the node, and the prompt on this node.
     pub(super) state: Option<(NodeState, Prompt)>,
 }
 
 impl Candidate<'_> {
-    pub(super) fn assigned(&self) -> (NodeKey, Need) {
+    pub(super) fn assigned(&self) -> (NodeKey, AttemptLoad) {
         (self.key, self.need)
     }
 
@@ -166,7 +166,7 @@ impl Candidate<'_> {
 
 /// Load that an attempt adds to a node.
 #[derive(Clone, Copy)]
-pub(super) struct Need {
+pub(super) struct AttemptLoad {
     /// Tokens in the prefix cache, and tokens that the node loads from its tiers.
     pub(super) cached_tokens: u32,
     /// Time to load the tokens that are in the tiers, in milliseconds.
@@ -176,7 +176,7 @@ pub(super) struct Need {
     pub(super) blocks: u64,
 }
 
-impl Need {
+impl AttemptLoad {
     pub(super) fn of(role: Role, seen: &Seen, requirements: &NodeRequirements<'_>) -> Self {
         let identity = &seen.record.identity;
         let block_size = identity.block_size;

@@ -58,7 +58,7 @@ pub struct Member {
     /// Time of the last reported change of load or cache.
     pub(super) changed_at: Option<Instant>,
     /// This router's attempts that the reported load cannot include yet.
-    pub(super) unseen: BTreeMap<AssignmentId, Unseen>,
+    pub(super) unseen: BTreeMap<AssignmentId, UnreportedAttempt>,
     /// Sequences of other routers in the last load report.
     pub(super) other_rows: usize,
     /// Number of this router's attempts on the current process.
@@ -153,7 +153,7 @@ impl Tiers {
 
 /// Load that an attempt adds to a node.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Unseen {
+pub(super) struct UnreportedAttempt {
     pub(super) prompt_tokens: u64,
     /// Cached tokens, which the prompt tokens attend to.
     pub(super) computed_tokens: u64,
@@ -358,8 +358,8 @@ impl Member {
         self.busy_until = Some(now + pause);
     }
 
-    /// Handles an accepted attempt: resets the pause after Busy.
-    pub(super) fn took(&mut self) {
+    /// Ends the pause after Busy: the node has accepted an attempt.
+    pub(super) fn reset_busy(&mut self) {
         self.busy_count = 0;
         self.busy_until = None;
     }

@@ -38,7 +38,7 @@ use proto::ids::TransferId;
 
 use super::{
     AssignmentId, Directory, Forecast, NoNode,
-    candidate::{Candidate, Need, known_costs},
+    candidate::{AttemptLoad, Candidate, known_costs},
     capacity,
     considered::{Considered, Placement, considered},
     eligible::{eligible, misfit},
@@ -188,7 +188,7 @@ impl Directory {
             let misfit = member.seen.as_ref().map(|seen| misfit(role, &seen.record, requirements));
             let fits = misfit == Some(None);
             let candidate = |seen: &'a Seen| {
-                let need = Need::of(role, seen, requirements);
+                let need = AttemptLoad::of(role, seen, requirements);
                 Candidate { key: *key, role, member, seen, need, state: None }
             };
             match eligible(now, role, member, misfit.flatten(), requirements) {

@@ -41,7 +41,7 @@ pub(super) struct Outbox {
 struct State {
     queue: VecDeque<Job>,
     /// Chunks in flight: the writer holds them, or the peer has not answered them.
-    taken: InFlight<Taken>,
+    taken: InFlight<ChunkInFlight>,
     /// Shut down when the outbox is closed, to wake the threads that use them. Several for `tcp`.
     streams: Vec<TcpStream>,
     /// Whether the connection is no longer needed. The driver sets it.
@@ -57,7 +57,7 @@ struct State {
 
 impl State {
     fn take(&mut self, chunk: ChunkId) {
-        self.taken.insert(chunk, Taken { since: Instant::now(), lent: None });
+        self.taken.insert(chunk, ChunkInFlight { since: Instant::now(), lent: None });
     }
 
     /// Returns whether connection `number` is to take a chunk.
@@ -80,13 +80,13 @@ pub(super) struct Job {
 }
 
 /// State of a chunk in flight.
-struct Taken {
+struct ChunkInFlight {
     since: Instant,
     /// Set once the chunk is lent. Its blocks are empty while the writer holds them.
-    lent: Option<Lent>,
+    lent: Option<LentBlocks>,
 }
 
-impl Taken {
+impl ChunkInFlight {
     /// Returns whether the writer holds the blocks.
     fn held_by_writer(&self) -> bool {
         self.lent.as_ref().is_none_or(|lent| lent.blocks.is_empty())
@@ -94,7 +94,7 @@ impl Taken {
 }
 
 /// Blocks that the peer may read until it answers.
-struct Lent {
+struct LentBlocks {
     blocks: Vec<BlockRead>,
     moved: Moved,
 }
@@ -196,8 +196,8 @@ impl Outbox {
         let Job { chunk, blocks } = job;
         let bytes = blocks.iter().map(|block| block.byte_count() as u64).sum();
         if let Some(taken) = self.lock().taken.get_mut(chunk) {
-            let lent = Some(Lent { blocks, moved: Moved { integrity, bytes } });
-            *taken = Taken { since: Instant::now(), lent };
+            let lent = Some(LentBlocks { blocks, moved: Moved { integrity, bytes } });
+            *taken = ChunkInFlight { since: Instant::now(), lent };
         }
     }
 
@@ -316,7 +316,7 @@ impl Outbox {
         let chunks = std::mem::take(&mut state.taken.chunks);
         let (stuck, taken): (Vec<_>, Vec<_>) = chunks
             .into_iter()
-            .partition(|taken: &Chunk<Taken>| state.stuck && taken.value.held_by_writer());
+            .partition(|taken: &Chunk<ChunkInFlight>| state.stuck && taken.value.held_by_writer());
         let is_stuck = |id: TransferId| stuck.iter().any(|taken| taken.id.transfer == id);
         let cancelled = taken.iter().filter(|taken| taken.cancelled).map(|taken| taken.id.transfer);
         let mut cancelled: Vec<TransferId> = cancelled.filter(|id| !is_stuck(*id)).collect();

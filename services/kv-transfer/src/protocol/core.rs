@@ -42,7 +42,7 @@ impl Core {
                 local,
                 actions: VecDeque::new(),
                 counters: Counters::default(),
-                sessions: 0,
+                pairs_created: 0,
             },
             pairs: BTreeMap::new(),
             transfers: BTreeMap::new(),

@@ -1,5 +1,5 @@
-//! One event of the protocol: its time, the process that handles it, the actions that follow, and
-//! the counters.
+//! Context in which the protocol handles an event: the time, the local process, the actions that
+//! follow, and the counters.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -139,7 +139,7 @@ pub struct EventContext {
     pub actions: VecDeque<Action>,
     pub counters: Counters,
     /// Number of pairs created so far.
-    pub sessions: u64,
+    pub pairs_created: u64,
 }
 
 impl EventContext {

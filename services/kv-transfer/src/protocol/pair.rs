@@ -83,14 +83,14 @@ impl Pair {
     /// yet.
     pub fn new(context: &mut EventContext, address: &PeerAddress, in_advance: bool) -> Self {
         context.act(Action::Connect { peer: address.clone() });
-        context.sessions += 1;
+        context.pairs_created += 1;
         Self {
             peer: address.peer(),
             state: State::Connecting {
                 retry: Retry::start(context.now),
                 until: context.now + LEASE,
             },
-            session: context.sessions,
+            session: context.pairs_created,
             peer_session: None,
             transfers: BTreeSet::new(),
             alive_at: context.now,

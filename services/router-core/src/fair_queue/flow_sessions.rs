@@ -16,7 +16,7 @@ const SEARCHED_BLOCKS_MAX: usize = 4096;
 
 /// The part of a request that identifies its session.
 #[derive(Clone, Copy, Debug)]
-pub struct SessionMarks<'a> {
+pub struct SessionIdentity<'a> {
     /// Name of the session; empty if the client names none.
     pub name: &'a str,
     /// Equal names under different salts are different sessions.
@@ -41,9 +41,9 @@ impl FlowSessions {
         &mut self,
         now: Instant,
         flow: &FlowName,
-        marks: SessionMarks<'_>,
+        identity: SessionIdentity<'_>,
     ) -> SessionTurn<()> {
-        let SessionMarks { name, cache_salt, blocks } = marks;
+        let SessionIdentity { name, cache_salt, blocks } = identity;
         let number = |part: u8| u128::from(self.hash.hash_one((part, flow, cache_salt, name)));
         let named = (!name.is_empty()).then(|| (number(0) << 64) | number(1));
         let flow = self.key_of_flow(flow);
@@ -80,18 +80,19 @@ mod tests {
     use super::*;
 
     const BLOCKS: [u128; 3] = [1, 2, 3];
-    const NAMED: SessionMarks<'_> = SessionMarks { name: "a", cache_salt: "", blocks: &[] };
-    const UNNAMED: SessionMarks<'_> = SessionMarks { name: "", cache_salt: "", blocks: &BLOCKS };
+    const NAMED: SessionIdentity<'_> = SessionIdentity { name: "a", cache_salt: "", blocks: &[] };
+    const UNNAMED: SessionIdentity<'_> =
+        SessionIdentity { name: "", cache_salt: "", blocks: &BLOCKS };
 
     /// Returns whether a turn has the place of its session. The turn ends at once with this block.
     fn follows(
         sessions: &mut FlowSessions,
         key: &str,
-        marks: SessionMarks<'_>,
+        identity: SessionIdentity<'_>,
         last: u128,
     ) -> bool {
         let flow = FlowName::Key(key.into());
-        let turn = sessions.arrived(Instant::now(), &flow, marks);
+        let turn = sessions.arrived(Instant::now(), &flow, identity);
         let follows = turn.place().is_some();
         sessions.ended(turn, &flow, Some(last));
         follows
@@ -100,12 +101,12 @@ mod tests {
     #[test]
     fn session_of_another_key_or_salt_is_another_session() {
         let mut sessions = FlowSessions::default();
-        for marks in [NAMED, UNNAMED] {
-            assert!(!follows(&mut sessions, "key", marks, BLOCKS[2]));
-            assert!(!follows(&mut sessions, "other", marks, BLOCKS[2]));
-            assert!(follows(&mut sessions, "key", marks, BLOCKS[2]));
+        for identity in [NAMED, UNNAMED] {
+            assert!(!follows(&mut sessions, "key", identity, BLOCKS[2]));
+            assert!(!follows(&mut sessions, "other", identity, BLOCKS[2]));
+            assert!(follows(&mut sessions, "key", identity, BLOCKS[2]));
         }
-        let salted = SessionMarks { cache_salt: "salt", ..NAMED };
+        let salted = SessionIdentity { cache_salt: "salt", ..NAMED };
         assert!(!follows(&mut sessions, "key", salted, 10));
         sessions.check_idle();
     }
@@ -113,12 +114,12 @@ mod tests {
     #[test]
     fn search_for_the_end_of_a_turn_is_bounded() {
         let mut sessions = FlowSessions::default();
-        let none = SessionMarks { blocks: &[], ..UNNAMED };
+        let none = SessionIdentity { blocks: &[], ..UNNAMED };
         assert!(!follows(&mut sessions, "key", none, 0));
         let blocks: Vec<u128> = (0..=SEARCHED_BLOCKS_MAX as u128).collect();
-        let far = SessionMarks { blocks: &blocks, ..UNNAMED };
+        let far = SessionIdentity { blocks: &blocks, ..UNNAMED };
         assert!(!follows(&mut sessions, "key", far, 9_999));
-        let near = SessionMarks { blocks: &blocks[..SEARCHED_BLOCKS_MAX], ..UNNAMED };
+        let near = SessionIdentity { blocks: &blocks[..SEARCHED_BLOCKS_MAX], ..UNNAMED };
         assert!(follows(&mut sessions, "key", near, 9_998));
     }
 }

@@ -34,8 +34,8 @@ impl Scene {
     }
 
     fn waits(&mut self, flow: &Flow, limits: WaitLimits) -> Result<WaitingPlace, Overload> {
-        let marks = SessionMarks { name: "", cache_salt: "", blocks: &[] };
-        let (id, ..) = self.router.handle_arrival(self.now, &self.model, &flow.name, marks);
+        let identity = SessionIdentity { name: "", cache_salt: "", blocks: &[] };
+        let (id, ..) = self.router.handle_arrival(self.now, &self.model, &flow.name, identity);
         let mut place = self.router.take_place(&self.model, id, flow, false)?;
         match self.waits_again(&mut place, flow, limits) {
             Ok(()) => Ok(place),
@@ -110,7 +110,7 @@ fn turn_passes_to_the_next_flow_and_returns() {
         scene.now,
         &scene.model,
         &a.name,
-        SessionMarks { name: "", cache_salt: "", blocks: &[] },
+        SessionIdentity { name: "", cache_salt: "", blocks: &[] },
     );
     assert!(is_queued, "a new answer comes behind them");
     scene.leaves(first, &a);

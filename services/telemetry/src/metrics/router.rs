@@ -62,7 +62,7 @@ labels! {
         TransferFailed = "transfer_failed",
         /// The decode node drains and would have cut the answer; another node continues it.
         Migrated = "migrated",
-        /// The two nodes are incompatible, or another process than the router expected answered.
+        /// The two nodes are incompatible, or another process answered at the node's address.
         Mismatch = "mismatch",
         Deadline = "deadline",
         /// The client did not read its stream for a while; the answer continues when it does.

@@ -87,7 +87,7 @@ impl Server {
         let url = format!("{}/v1/completions", self.url);
         let mut answer =
             AnswerStream { tokens_max: output_tokens as usize, ..AnswerStream::default() };
-        let on_event = |event: &str| answer.take(event, sent.elapsed().as_secs_f64());
+        let on_event = |event: &str| answer.on_event(event, sent.elapsed().as_secs_f64());
         self.client.post_for_events(&url, &[], &body, on_event).await?;
         let output = output_min..=output_tokens as usize;
         answer.measured(prompt.len(), output, sent.elapsed().as_secs_f64())
@@ -100,13 +100,16 @@ struct AnswerStream {
     tokens_max: usize,
     token_times: Vec<f64>,
     token_ids: Option<Vec<u32>>,
+    /// Completion tokens by the server's usage.
     counted: Option<usize>,
     cached_tokens: usize,
     is_done: bool,
 }
 
 impl AnswerStream {
-    fn take(&mut self, event: &str, now: f64) -> Result<()> {
+    /// Records the tokens of a server-sent event that arrived at `now`, in seconds since the
+    /// request was sent.
+    fn on_event(&mut self, event: &str, now: f64) -> Result<()> {
         if event == "[DONE]" {
             self.is_done = true;
             return Ok(());
@@ -183,7 +186,7 @@ mod tests {
     fn answer(events: &[(&str, f64)], wanted: usize) -> Result<MeasuredRequest> {
         let mut answer = AnswerStream { tokens_max: wanted, ..AnswerStream::default() };
         for (event, now) in events {
-            answer.take(event, *now)?;
+            answer.on_event(event, *now)?;
         }
         answer.measured(5, wanted..=wanted, 9.0)
     }

@@ -171,7 +171,7 @@ pub(in crate::http) struct ResponseEvent<'a> {
     pub sequence_number: u64,
 }
 
-/// ResponseChange of a response.
+/// Change of a response.
 #[derive(Serialize, JsonSchema)]
 #[serde(tag = "type")]
 #[schemars(inline)]
