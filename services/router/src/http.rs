@@ -19,6 +19,7 @@ mod tokenize;
 mod wire;
 
 use std::{
+    future::{Ready, ready},
     io::{self, Write as _},
     ops::Deref,
     pin::pin,
@@ -143,12 +144,15 @@ fn table(metrics: Metrics, started: u64) -> Vec<Route> {
         post("/v1/completions", routing::post(completions)),
         post("/v1/messages", routing::post(messages::messages)),
         post("/v1/messages/count_tokens", routing::post(messages::count_tokens)),
-        get("/v1/streams/{id}", routing::get(streams::resume)),
+        // Without this axum answers HEAD as GET: a stream would begin, and end an older one.
+        get("/v1/streams/{id}", routing::get(streams::resume).head(refuse("GET"))),
         post("/v1/responses", routing::post(responses::create)),
         Route {
             path: "/v1/responses/{id}",
             methods: "GET, DELETE",
-            handler: routing::get(responses::retrieve).delete(responses::delete),
+            handler: routing::get(responses::retrieve)
+                .head(refuse("GET, DELETE"))
+                .delete(responses::delete),
         },
         get("/v1/responses/{id}/input_items", routing::get(responses::input_items_page)),
         post("/v1/responses/{id}/cancel", routing::post(responses::cancel)),
@@ -200,13 +204,20 @@ fn caller_of(extensions: &Extensions) -> Caller {
 }
 
 fn only(allowed: &'static str, route: MethodRouter<Arc<Front>>) -> MethodRouter<Arc<Front>> {
-    route.fallback(async move |method: Method| {
+    route.fallback(refuse(allowed))
+}
+
+/// Returns a handler that rejects the method of a request.
+fn refuse(
+    allowed: &'static str,
+) -> impl Fn(Method) -> Ready<Response> + Clone + Send + Sync + 'static {
+    move |method| {
         let message = format!("{method} is not allowed here; allowed: {allowed}");
         let (status, code) = (StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed");
         let mut response = ApiError::invalid(status, code, message).into_response();
         response.headers_mut().insert(header::ALLOW, HeaderValue::from_static(allowed));
-        response
-    })
+        ready(response)
+    }
 }
 
 fn no_such_path(uri: &Uri) -> ApiError {

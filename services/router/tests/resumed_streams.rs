@@ -137,6 +137,23 @@ async fn streams_cut_at_random_places_lose_and_repeat_nothing() {
 }
 
 #[tokio::test]
+async fn head_begins_no_stream() {
+    let cluster = Cluster::start(0, 1, " one two").await;
+    let response =
+        cluster.client.send(Method::POST, CHAT, &[RESUME], chat(json!({})).to_string()).await;
+    let mut received = Received::default();
+    assert!(received.read(response, usize::MAX).await);
+    for (path, allow) in [
+        (format!("/v1/streams/{}", received.stream), "GET"),
+        ("/v1/responses/resp_1?stream=true".to_owned(), "GET, DELETE"),
+    ] {
+        let response = cluster.client.send(Method::HEAD, &path, &[], "").await;
+        assert_eq!(response.status(), StatusCode::METHOD_NOT_ALLOWED, "{path}");
+        assert_eq!(response.headers()["allow"], allow);
+    }
+}
+
+#[tokio::test]
 async fn every_api_has_ids_only_for_streams_that_can_be_resumed() {
     let cluster = Cluster::start(0, 1, " one two").await;
     let messages = json!([{"role": "user", "content": "hi"}]);
