@@ -145,6 +145,9 @@ async fn events_build_the_response_that_is_sent_whole() {
     assert_eq!(whole["output"][1]["content"][0]["text"], "I look.");
     let logprobs = whole["output"][1]["content"][0]["logprobs"].as_array().unwrap();
     assert!(!logprobs.is_empty() && logprobs[0]["top_logprobs"].as_array().unwrap().len() == 2);
+    // The closing mark of the thought is no part of the text.
+    let tokens: String = logprobs.iter().map(|one| one["token"].as_str().unwrap()).collect();
+    assert!(tokens.starts_with("I look."), "{tokens}");
     assert_eq!(whole["output"][2]["name"], "clock");
     assert_eq!(whole["output"][2]["arguments"], "{\"zone\": \"UTC\"}");
     assert!(whole["usage"]["output_tokens_details"]["reasoning_tokens"].as_u64().unwrap() > 3);

@@ -50,13 +50,15 @@ pub(super) struct ResponseBuilder {
     context: ReplyContext,
     /// Log-probabilities of tokens whose text is held back.
     logprobs: Vec<ChatTokenLogprob>,
+    /// Number of tokens of the thought whose log-probabilities were dropped.
+    thought_tokens: u64,
     /// Whether the last item takes further text.
     is_item_open: bool,
 }
 
 impl ResponseBuilder {
     pub(super) fn new(object: ResponseObject, context: ReplyContext) -> Self {
-        Self { object, context, logprobs: Vec::new(), is_item_open: false }
+        Self { object, context, logprobs: Vec::new(), thought_tokens: 0, is_item_open: false }
     }
 
     /// Applies an event of the answer.
@@ -67,7 +69,10 @@ impl ResponseBuilder {
                 self.logprobs.extend(self.context.view.chat_logprobs(&shown.tokens));
                 match &mut self.context.reader {
                     Some(reader) => {
-                        for piece in reader.push(&shown.tokens, shown.text) {
+                        let pieces = reader.push(&shown.tokens, shown.text);
+                        let thought_tokens = reader.reasoning_tokens().unwrap_or(0);
+                        self.drop_logprobs_of_thought(thought_tokens);
+                        for piece in pieces {
                             self.append(piece, report);
                         }
                     }
@@ -78,10 +83,16 @@ impl ResponseBuilder {
         }
     }
 
+    /// Drops the log-probabilities of the first `tokens` tokens of the answer, the marks of the
+    /// thought included: messages have no text of them.
+    fn drop_logprobs_of_thought(&mut self, tokens: u64) {
+        let new = tokens - mem::replace(&mut self.thought_tokens, tokens);
+        self.logprobs.drain(..self.logprobs.len().min(new as usize));
+    }
+
     fn append(&mut self, piece: AnswerPiece, report: &mut impl FnMut(ResponseChange<'_>)) {
         match piece {
             AnswerPiece::Reasoning(text) => {
-                self.logprobs.clear();
                 if !self.is_item_open {
                     let encrypted_content =
                         self.context.encrypts.then(|| REASONING_PREFIX.to_owned());
