@@ -61,6 +61,21 @@ async fn parts_of(
 }
 
 #[tokio::test]
+async fn usage_of_every_chunk_counts_reasoning_tokens_up_to_the_last_one() {
+    let cluster =
+        Cluster::start_with_template(&template("<think>\n"), "Hm.</think>\n\nNoon.").await;
+    let body = chat(json!({"stream": true, "stream_options": {"continuous_usage_stats": true}}));
+    let chunks = cluster.client.stream(PATH, &body).await.chunks().await;
+    let counts: Vec<u64> = chunks
+        .iter()
+        .map(|chunk| &chunk["usage"]["completion_tokens_details"]["reasoning_tokens"])
+        .map(|count| count.as_u64().unwrap())
+        .collect();
+    let expected = encode("Hm.</think>").len() as u64;
+    assert!(counts.is_sorted() && counts.last() == Some(&expected), "{counts:?} {expected}");
+}
+
+#[tokio::test]
 async fn reasoning_is_separated_from_content_and_calls() {
     let reasoning = "\nThe user\nasks.\n</think>";
     let rest = "\n\nI look.\n<tool_call>\n{\"name\": \"clock\", \"arguments\": {}}\n</tool_call>";

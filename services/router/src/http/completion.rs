@@ -275,6 +275,8 @@ struct AnswerProgress {
     reader: Option<AnswerReader>,
     text_offset: TextOffset,
     completion_tokens: u64,
+    /// Reasoning tokens of an answer that has ended.
+    reasoning_tokens: Option<u64>,
     /// The last tokens of a completion, until their answer's end arrives.
     last: Option<AnswerTokens>,
 }
@@ -286,6 +288,7 @@ impl AnswerProgress {
             reader,
             text_offset: TextOffset::default(),
             completion_tokens: 0,
+            reasoning_tokens: None,
             last: None,
         }
     }
@@ -431,9 +434,11 @@ impl CompletionChunks {
 
     fn write_chat_end(&mut self, end: &AnswerEnd, out: &mut EventBuffer) {
         // Send text that was held back.
-        let (pieces, calls) = match self.answers[end.choice as usize].reader.take() {
+        let progress = &mut self.answers[end.choice as usize];
+        let (pieces, calls) = match progress.reader.take() {
             Some(reader) => {
-                self.totals.reasoning(reader.reasoning_tokens());
+                progress.reasoning_tokens = reader.reasoning_tokens();
+                self.totals.reasoning(progress.reasoning_tokens);
                 reader.finish(end.text.clone(), end.is_cut())
             }
             None if end.text.is_empty() => (Vec::new(), Calls::None),
@@ -475,8 +480,10 @@ impl CompletionChunks {
             let prompt_tokens = self.reply.prompt(choice).len() as u64;
             let progress = &self.answers[choice as usize];
             let completion_tokens = progress.completion_tokens;
-            let reasoning_tokens =
-                progress.reader.as_ref().and_then(AnswerReader::reasoning_tokens);
+            let reasoning_tokens = match &progress.reader {
+                Some(reader) => reader.reasoning_tokens(),
+                None => progress.reasoning_tokens,
+            };
             return Some(Some(Usage {
                 prompt_tokens,
                 completion_tokens,
