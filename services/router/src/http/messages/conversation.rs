@@ -46,7 +46,8 @@ impl Conversation {
         for (index, message) in messages.iter().enumerate() {
             turns.add_message(&format!("{MESSAGES}[{index}]"), message)?;
         }
-        let Some(last) = turns.0.last().filter(|last| last.role != Role::System) else {
+        turns.add_reminders();
+        let Some(last) = turns.all.last().filter(|last| last.role != Role::System) else {
             let problem = "has no message of the user or the assistant with content; allowed: at \
                            least one";
             return Err(FieldError::new(MESSAGES, problem));
@@ -59,7 +60,7 @@ impl Conversation {
             return Err(FieldError::new(MESSAGES, problem));
         }
         Ok(Self {
-            messages: turns.0.into_iter().map(Turn::into_message).collect(),
+            messages: turns.all.into_iter().map(Turn::into_message).collect(),
             continues,
             bytes: text.len() + system.map_or(0, str::len),
         })
@@ -116,7 +117,12 @@ impl Turn {
 }
 
 #[derive(Default)]
-struct Turns(Vec<Turn>);
+struct Turns {
+    all: Vec<Turn>,
+    /// System messages between calls and their results. They follow the results, because templates
+    /// expect those directly after the calls.
+    reminders: Vec<String>,
+}
 
 impl Turns {
     fn add_message(&mut self, field: &str, message: &Value) -> Result<(), FieldError> {
@@ -132,7 +138,22 @@ impl Turns {
             }
         };
         let content = message.get("content").unwrap_or(&Value::Null);
-        self.add_content(role, &format!("{field}.content"), content)
+        if role == Role::Assistant {
+            self.add_reminders();
+        }
+        self.add_content(role, &format!("{field}.content"), content)?;
+        if role == Role::User {
+            self.add_reminders();
+        }
+        Ok(())
+    }
+
+    /// Adds the system messages that wait for the results of calls.
+    fn add_reminders(&mut self) {
+        if !self.reminders.is_empty() {
+            let reminders = std::mem::take(&mut self.reminders);
+            self.turn(Role::User).texts.extend(reminders);
+        }
     }
 
     fn add_content(&mut self, role: Role, field: &str, content: &Value) -> Result<(), FieldError> {
@@ -190,7 +211,7 @@ impl Turns {
                 return Err(invalid_value(&field, &other.to_string(), "true or false"));
             }
         }
-        self.0.push(result);
+        self.all.push(result);
         match block.get("content") {
             None | Some(Value::Null) => Ok(()),
             Some(content) => self.add_content(Role::Tool, &format!("{field}.content"), content),
@@ -199,8 +220,11 @@ impl Turns {
 
     fn add_text(&mut self, role: Role, text: &str) {
         if role != Role::System {
+            if role == Role::User {
+                self.add_reminders();
+            }
             self.turn(role).texts.push(text.to_owned());
-        } else if self.0.iter().all(|turn| turn.role == Role::System) {
+        } else if self.all.iter().all(|turn| turn.role == Role::System) {
             let text = match text.starts_with(CLIENT_VERSION) {
                 true => text.split_once('\n').map_or("", |(_, rest)| rest.trim_start()),
                 false => text,
@@ -210,17 +234,19 @@ impl Turns {
             }
         } else {
             // Many templates refuse or drop a system message after the first message.
-            let text = format!("<system-reminder>\n{text}\n</system-reminder>");
-            self.turn(Role::User).texts.push(text);
+            self.reminders.push(format!("<system-reminder>\n{text}\n</system-reminder>"));
+            if self.all.last().is_none_or(|last| last.calls.is_empty()) {
+                self.add_reminders();
+            }
         }
     }
 
     /// Returns the last message if it has this role, otherwise a new one.
     fn turn(&mut self, role: Role) -> &mut Turn {
-        if self.0.last().is_none_or(|last| last.role != role) {
-            self.0.push(Turn::new(role));
+        if self.all.last().is_none_or(|last| last.role != role) {
+            self.all.push(Turn::new(role));
         }
-        self.0.last_mut().expect("a message was added")
+        self.all.last_mut().expect("a message was added")
     }
 }
 
@@ -263,6 +289,32 @@ mod tests {
 
     fn text(text: &str) -> Value {
         json!({"type": "text", "text": text})
+    }
+
+    #[test]
+    fn system_message_between_a_call_and_its_result_follows_the_result() {
+        let call = json!({"role": "assistant", "content": [
+            {"type": "tool_use", "id": "a", "name": "f", "input": {}},
+        ]});
+        let result = json!({"type": "tool_result", "tool_use_id": "a", "content": "rain"});
+        let (hi, hurry) = (
+            json!({"role": "user", "content": "hi"}),
+            json!({"role": "system", "content": "Hurry."}),
+        );
+        let reminder = text("<system-reminder>\nHurry.\n</system-reminder>");
+        let after_call = |content: Value| {
+            let user = json!({"role": "user", "content": content});
+            messages(&json!({"messages": [hi, call, hurry, user]})).as_array().unwrap()[2..]
+                .to_vec()
+        };
+        let tool = json!({"role": "tool", "content": [text("rain")], "tool_call_id": "a"});
+        let user = |texts: Value| json!({"role": "user", "content": texts});
+        assert_eq!(after_call(json!([result])), [tool.clone(), user(json!([reminder]))]);
+        let both = user(json!([reminder, text("So?")]));
+        assert_eq!(after_call(json!([result, text("So?")])), [tool, both.clone()]);
+        assert_eq!(after_call(json!("So?")), [both]);
+        let last = messages(&json!({"messages": [hi, call, hurry]}));
+        assert_eq!(last[2], user(json!([reminder])));
     }
 
     #[test]
