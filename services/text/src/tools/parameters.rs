@@ -32,6 +32,8 @@ pub(super) struct ParameterBody {
     /// Byte offset in the call's text at which the position begins.
     start: usize,
     key: String,
+    /// Strings in the value, if the value must be JSON.
+    strings: Option<JsonStrings>,
     /// The parameters so far, with values in JSON. Of a repeated one the last value counts.
     parameters: Vec<(String, String)>,
 }
@@ -54,6 +56,7 @@ impl ParameterBody {
             position: Position::Name,
             start: 0,
             key: String::new(),
+            strings: None,
             parameters: Vec::new(),
         }
     }
@@ -61,6 +64,18 @@ impl ParameterBody {
     fn enter(&mut self, position: Position, text: &str) -> CallStep {
         (self.position, self.start) = (position, text.len());
         CallStep::More
+    }
+
+    fn enter_value(&mut self, text: &str) -> CallStep {
+        let is_json = !self.types().has(JsonTypes::STRING);
+        self.strings = is_json.then(JsonStrings::default);
+        self.enter(Position::Value, text)
+    }
+
+    /// Returns the types of the current parameter.
+    fn types(&self) -> JsonTypes {
+        let function = self.function.as_ref();
+        function.map_or(JsonTypes::ANY, |function| function.types(&self.key))
     }
 
     /// Reads the function's name where it ends: at its tag, the first parameter or the end of the
@@ -97,8 +112,7 @@ impl ParameterBody {
         let padding = self.tags.padding;
         let value = value.strip_prefix(padding).unwrap_or(value);
         let value = value.strip_suffix(padding).unwrap_or(value);
-        let function = self.function.as_ref();
-        let types = function.map_or(JsonTypes::ANY, |function| function.types(&self.key));
+        let types = self.types();
         let (key, value) = (std::mem::take(&mut self.key), types.json(value));
         match self.parameters.iter_mut().find(|(name, _)| *name == key) {
             Some((_, earlier)) => *earlier = value,
@@ -124,7 +138,7 @@ impl ParameterBody {
 }
 
 impl CallBody for ParameterBody {
-    fn push(&mut self, text: &str, _: char, functions: &[CallableFunction]) -> CallStep {
+    fn push(&mut self, text: &str, last: char, functions: &[CallableFunction]) -> CallStep {
         let tags = self.tags;
         let new = &text[self.start..];
         match self.position {
@@ -142,16 +156,22 @@ impl CallBody for ParameterBody {
             Position::Key => {
                 let Some(key) = new.strip_suffix(tags.key_end) else { return CallStep::More };
                 self.key = key.trim().to_owned();
-                let has_tag = !tags.value.is_empty();
-                self.enter(if has_tag { Position::BeforeValue } else { Position::Value }, text)
+                match tags.value {
+                    "" => self.enter_value(text),
+                    _ => self.enter(Position::BeforeValue, text),
+                }
             }
             Position::BeforeValue => match new.trim_start() {
                 "" => self.enter(Position::BeforeValue, text),
-                tag if tag == tags.value => self.enter(Position::Value, text),
+                tag if tag == tags.value => self.enter_value(text),
                 tag if tags.value.starts_with(tag) => CallStep::More,
                 _ => CallStep::Broken,
             },
             Position::Value => {
+                // A string of JSON may contain the tag.
+                if self.strings.as_mut().is_some_and(|strings| strings.are_open_after(last)) {
+                    return CallStep::More;
+                }
                 let Some(value) = new.strip_suffix(tags.value_end) else { return CallStep::More };
                 self.add_value(value);
                 self.enter(Position::Between, text)
@@ -162,6 +182,28 @@ impl CallBody for ParameterBody {
     fn cut(&self, _: &str) -> Option<ToolCall> {
         let name = self.function.as_ref()?.name.clone();
         Some(ToolCall { name, arguments: self.arguments() })
+    }
+}
+
+/// Whether a place in JSON is within a string.
+#[derive(Debug, Default)]
+struct JsonStrings {
+    is_open: bool,
+    is_escape: bool,
+}
+
+impl JsonStrings {
+    /// Returns whether a string is open after the next character. JSON has no control characters in
+    /// strings: a line end closes a string that the model left open.
+    fn are_open_after(&mut self, char: char) -> bool {
+        let is_escaped = std::mem::take(&mut self.is_escape);
+        match char {
+            '"' if !is_escaped => self.is_open = !self.is_open,
+            '\\' if !is_escaped => self.is_escape = self.is_open,
+            _ if char.is_ascii_control() => self.is_open = false,
+            _ => {}
+        }
+        self.is_open
     }
 }
 
@@ -192,6 +234,39 @@ impl JsonTypes {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn json_string_may_contain_the_tag_after_a_value() {
+        const TAGS: ParameterTags = ParameterTags {
+            name_end: ">",
+            key: "<p=",
+            key_end: ">",
+            value: "",
+            value_end: "</p>",
+            padding: "\n",
+            ends: &["</f>"],
+        };
+        let schema = json!({"properties": {"list": {"type": "array"}, "text": {"type": "string"}}});
+        let functions = [CallableFunction::new("f", schema.as_object())];
+        let call = |text: &str| {
+            let mut body = ParameterBody::new(&TAGS);
+            let mut ends = text.char_indices().map(|(at, char)| (at + char.len_utf8(), char));
+            ends.find_map(|(end, char)| match body.push(&text[..end], char, &functions) {
+                CallStep::Call(call) => Some(call.arguments),
+                CallStep::Broken => panic!("{text} is broken at byte {end}"),
+                CallStep::More => None,
+            })
+        };
+        for (key, value, expected) in [
+            ("list", r#"["</p>", "\"</p>", "\\"]"#, r#"["</p>", "\"</p>", "\\"]"#),
+            ("list", "[\"open\n", r#""[\"open""#),
+            ("text", r#"a " b"#, r#""a \" b""#),
+        ] {
+            let text = format!("f><p={key}>\n{value}\n</p></f>");
+            let text = text.replace("\n\n", "\n");
+            assert_eq!(call(&text), Some(format!("{{\"{key}\": {expected}}}")), "{text}");
+        }
+    }
 
     #[test]
     fn types_of_a_schema_decide_what_a_value_is() {
