@@ -81,6 +81,9 @@ const HEADS_MAX: usize = 4096;
 const HEAD_DIM_MAX: usize = 1024;
 const FFN_MAX: usize = 1 << 20;
 const EXPERTS_MAX: usize = 4096;
+/// Maximum number of experts over all layers. Each has names and descriptions of its matrices
+/// before any weight is read. Published models have fewer than half as many.
+const LAYER_EXPERTS_MAX: usize = 1 << 16;
 const SCALE_MAX: f32 = 1e3;
 const VOCAB_MAX: usize = 1 << 22;
 const CONTEXT_MAX: usize = 1 << 26;
@@ -211,6 +214,12 @@ impl ModelConfig {
         }
         if let Some(experts) = self.experts() {
             experts.validate(&bad)?;
+            let is_sparse = |layer: &&LayerSpec| layer.feed_forward != FeedForward::Gated;
+            let layers = self.layers.iter().filter(is_sparse).count();
+            if experts.count * layers > LAYER_EXPERTS_MAX {
+                let found = format!("{} in each of {layers} layers", experts.count);
+                bad("number of experts", found, format!("1 to {LAYER_EXPERTS_MAX} in all layers"))?;
+            }
         }
         if self.layers.len() != self.layer_count {
             let allowed = format!("{} (one for each layer)", self.layer_count);

@@ -237,6 +237,10 @@ fn invalid_experts_are_refused_by_name() {
         (json!({"num_experts_per_tok": 0}), "number of experts per token is 0; expected 1 to 6"),
         (json!({"num_experts": 100_000}), "number of experts is 100000; expected 1 to 4096"),
         (
+            json!({"num_experts": 4096, "num_hidden_layers": 17}),
+            "number of experts is 4096 in each of 17 layers; expected 1 to 65536 in all layers",
+        ),
+        (
             json!({"moe_intermediate_size": 0}),
             "feed-forward size of experts is 0; expected 1 to 1048576",
         ),
