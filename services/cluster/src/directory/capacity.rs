@@ -33,7 +33,8 @@ pub(super) fn retain_free(
     decode: &mut Vec<Candidate<'_>>,
 ) -> Result<(), NoNode> {
     let RequiredCapacity::Start { headroom } = capacity else { return Ok(()) };
-    let busy = NoNode::Busy { role: Role::Decode, retry_after: RETRY_AFTER, by_choice: false };
+    let role = decode.first().map_or(Role::Decode, |node| node.role);
+    let busy = NoNode::Busy { role, retry_after: RETRY_AFTER, by_choice: false };
     if headroom && has_only_headroom(decode) {
         return Err(busy);
     }

@@ -91,17 +91,33 @@ impl Directory {
         transfer_id: TransferId,
         requirements: &NodeRequirements<'_>,
     ) -> Result<Picked, NoNode> {
-        let mut ineligible = Vec::new();
+        if !requirements.pooling {
+            return self.pick_from(Role::Decode, now, transfer_id, requirements);
+        }
         // A pooled attempt needs one node. Prefill nodes come first: they are busy with prompts
-        // anyway.
-        let of_prefill = requirements.pooling.then(|| {
-            let mut passed = Vec::new();
-            self.candidates(now, Role::Prefill, requirements, &mut passed)
-        });
-        let mut decode = match of_prefill {
-            Some(Ok(nodes)) => nodes,
-            _ => self.candidates(now, Role::Decode, requirements, &mut ineligible)?,
+        // anyway. While all of them are too busy, a decode node that can start takes the attempt.
+        let of_prefill = match self.pick_from(Role::Prefill, now, transfer_id, requirements) {
+            Ok(picked) => return Ok(picked),
+            Err(reason) => reason,
         };
+        let picked = self.pick_from(Role::Decode, now, transfer_id, requirements);
+        picked.map_err(|of_decode| match of_prefill {
+            NoNode::Busy { .. } => of_prefill,
+            _ => of_decode,
+        })
+    }
+
+    /// Picks the nodes of an attempt. `role`: role of the node that takes the whole attempt, or its
+    /// decode part.
+    fn pick_from(
+        &mut self,
+        role: Role,
+        now: Instant,
+        transfer_id: TransferId,
+        requirements: &NodeRequirements<'_>,
+    ) -> Result<Picked, NoNode> {
+        let mut ineligible = Vec::new();
+        let mut decode = self.candidates(now, role, requirements, &mut ineligible)?;
         capacity::retain_free(requirements.capacity, &mut decode)?;
         let candidates = match self.selection.disaggregate {
             Disaggregate::Never => Err(Placement::Never),

@@ -1,6 +1,6 @@
 //! Nodes on which an attempt could start now.
 
-use cluster::{Load, NoNode, NodeRequirements, Placement, RequiredCapacity, Role};
+use cluster::{Load, NoNode, NodeRecord, NodeRequirements, Placement, RequiredCapacity, Role};
 use proto::v1;
 
 use crate::world::*;
@@ -103,6 +103,34 @@ fn attempts_wait_while_the_queue_of_prompts_is_long() {
             ..requirements(200)
         };
         assert_eq!(is_busy(&mut world, &long), busy, "{pending} tokens of 0.1 ms");
+    }
+}
+
+#[test]
+fn pooled_attempt_goes_to_a_decode_node_while_all_prefill_nodes_are_busy() {
+    let pooled = |role, number| NodeRecord { pooling: true, ..record(role, number) };
+    let capacity = RequiredCapacity::Start { headroom: false };
+    let requirements = NodeRequirements { pooling: true, capacity, ..requirements(200) };
+    let long = Load { waiting: 1, pending_prompt_tokens: 600, ..load(8, 0) };
+    for (of_prefill, of_decode, role) in [
+        (load(8, 0), load(8, 0), Some(Role::Prefill)),
+        (long, load(8, 0), Some(Role::Decode)),
+        (load(8, 8), load(8, 0), Some(Role::Decode)),
+        (long, load(8, 8), None),
+    ] {
+        let mut world = World::new();
+        world.up(&prefill(1), &pooled(Role::Prefill, 1), of_prefill);
+        world.up(&decode(11), &pooled(Role::Decode, 11), of_decode);
+        match world.pick_nodes(&requirements) {
+            Ok(picked) => {
+                assert_eq!(Some(picked.decode.record.role), role);
+                assert!(picked.prefill.is_none());
+            }
+            Err(NoNode::Busy { role: busy, .. }) => {
+                assert_eq!((busy, None), (Role::Prefill, role));
+            }
+            Err(other) => panic!("{other}"),
+        }
     }
 }
 
