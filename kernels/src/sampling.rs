@@ -42,6 +42,11 @@ pub struct Sampling {
     pub prompt_logprobs: Option<u32>,
     /// Tokens without duplicates, and what is added to the logit of each.
     pub logit_bias: Vec<(u32, f32)>,
+    /// The only tokens that may be sampled; empty: every token.
+    pub allowed_token_ids: Vec<u32>,
+    /// Token sequences. The last token of each cannot be sampled where the output ends with the
+    /// others.
+    pub bad_words: Vec<Vec<u32>>,
 }
 
 /// Values of the forward pass at the last position of a row.
@@ -71,6 +76,8 @@ impl Sampling {
             pooling: None,
             prompt_logprobs: None,
             logit_bias: Vec::new(),
+            allowed_token_ids: Vec::new(),
+            bad_words: Vec::new(),
         }
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! The order is vLLM's:
 //! 1. Log-probabilities are taken from the raw logits.
-//! 2. Tokens that the sequence's grammar does not allow are masked, and stop tokens while the
-//!    output has fewer than `min_tokens`.
+//! 2. Tokens that the sequence's grammar or `allowed_token_ids` does not allow are masked, the ends
+//!    of `bad_words`, and stop tokens while the output has fewer than `min_tokens`.
 //! 3. Repetition penalty (prompt and output), then frequency and presence penalty (output). The
 //!    logit bias is added last.
 //! 4. A temperature below 1e-5 is greedy: the greatest logit, the lowest id among equals.
@@ -445,6 +445,8 @@ mod tests {
                 pooling: None,
                 prompt_logprobs: None,
                 logit_bias: vec![(7, 1.5), (9, -2.0)],
+                allowed_token_ids: (0..3_000).collect(),
+                bad_words: vec![vec![5, 8]],
             };
             let tokens = [1, 2, 3, 2, 5];
             let row = SampleRow { prompt_len: 2, ..row(&sampling, &tokens) };

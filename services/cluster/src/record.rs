@@ -140,6 +140,8 @@ pub struct NodeRecord {
     pub peer_tag: Vec<u8>,
     /// Whether the node returns pooled values, such as embeddings.
     pub pooling: bool,
+    /// Newest version of [`v1::Sampling`] that the node supports.
+    pub sampling_version: u32,
     /// LoRA adapters of the model, at most 64.
     pub adapters: Vec<Adapter>,
 }
@@ -211,6 +213,7 @@ impl TryFrom<v1::NodeRecord> for NodeRecord {
                 .transpose()?,
             peer_tag: length("peer_tag", wire.peer_tag.to_vec(), PEER_TAG_BYTES, "32")?,
             pooling: wire.pooling,
+            sampling_version: wire.sampling_version,
             adapters: adapters(wire.adapters)?,
         })
     }
@@ -233,6 +236,7 @@ impl From<&NodeRecord> for v1::NodeRecord {
             cpu_fallback: record.cpu_fallback.clone().unwrap_or_default(),
             peer_tag: record.peer_tag.clone().into(),
             pooling: record.pooling,
+            sampling_version: record.sampling_version,
             adapters: record.adapters.iter().map(Into::into).collect(),
         }
     }
@@ -323,6 +327,7 @@ mod tests {
             cpu_fallback: Some("the kernels are missing".into()),
             peer_tag: vec![9; 32],
             pooling: true,
+            sampling_version: 1,
             adapters: vec![Adapter { name: "sql-1.0".into(), content_hash: 9 }],
         }
     }

@@ -222,6 +222,8 @@ fn demanding(seed: u64, temperature: f32) -> Sampling {
         pooling: None,
         prompt_logprobs: None,
         logit_bias: vec![(3, 0.5), (5, -0.5)],
+        allowed_token_ids: (0..45).collect(),
+        bad_words: vec![vec![7], vec![8, 9], vec![10, 10]],
     }
 }
 

@@ -36,6 +36,10 @@ const POOLED_LOGITS_MAX: usize = 16;
 const PROMPT_LOGPROBS_MAX: u64 = 1 << 18;
 /// Maximum number of tokens with a bias.
 const LOGIT_BIASES_MAX: usize = 1024;
+/// Version of [`v1::Sampling`] that nodes on CPUs support, as announced in their records.
+pub const SAMPLING_VERSION: u32 = 1;
+/// Maximum number of allowed tokens, and of tokens in all bad words.
+const LISTED_TOKENS_MAX: usize = 1 << 14;
 /// Upper bound of temperature and repetition penalty, far above useful values.
 const SAMPLING_MAGNITUDE_MAX: f32 = 100.0;
 /// Maximum absolute value of a penalty, as in OpenAI's API.
@@ -341,7 +345,40 @@ fn checked_sampling(wire: v1::Sampling, limits: &AttemptLimits) -> Result<Sampli
         pooling,
         prompt_logprobs: wire.prompt_logprobs,
         logit_bias: checked_bias(&wire.logit_bias, limits)?,
+        allowed_token_ids: checked_tokens("allowed_token_ids", wire.allowed_token_ids, limits)?,
+        bad_words: checked_words(wire.bad_words, limits)?,
     })
+}
+
+/// Checks a list of tokens of the sampling parameters.
+fn checked_tokens(
+    name: &str,
+    tokens: Vec<u32>,
+    limits: &AttemptLimits,
+) -> Result<Vec<u32>, Refusal> {
+    let field = format!("attempt.sampling.{name}");
+    if tokens.len() > LISTED_TOKENS_MAX {
+        let expected = format!("at most {LISTED_TOKENS_MAX}");
+        return Err(invalid(&field, format!("{} ids", tokens.len()), expected));
+    }
+    if let Some((_, token)) = outside_vocabulary(&tokens, limits) {
+        let expected = format!("less than {} (vocabulary)", limits.vocabulary_size);
+        return Err(invalid(&field, token, expected));
+    }
+    Ok(tokens)
+}
+
+fn checked_words(
+    words: Vec<v1::TokenIds>,
+    limits: &AttemptLimits,
+) -> Result<Vec<Vec<u32>>, Refusal> {
+    const NAME: &str = "bad_words";
+    let words: Vec<Vec<u32>> = words.into_iter().map(|word| word.ids).collect();
+    if words.iter().any(Vec::is_empty) {
+        return Err(invalid(&format!("attempt.sampling.{NAME}"), "an empty word", "tokens"));
+    }
+    checked_tokens(NAME, words.concat(), limits)?;
+    Ok(words)
 }
 
 fn checked_pooling(wire: v1::Pooling, limits: &AttemptLimits) -> Result<Pooling, Refusal> {
@@ -622,6 +659,15 @@ mod tests {
             }),
             ("attempt.sampling.logit_bias: 100.5; expected -100 to 100", |_, _, s| {
                 s.logit_bias = vec![v1::TokenBias { id: 1, bias: 100.5 }];
+            }),
+            ("attempt.sampling.allowed_token_ids: 16385 ids; expected at most 16384", |_, _, s| {
+                s.allowed_token_ids = vec![1; 16_385];
+            }),
+            ("attempt.sampling.bad_words: 100; expected less than 100", |_, _, s| {
+                s.bad_words = vec![v1::TokenIds { ids: vec![1, 100] }];
+            }),
+            ("attempt.sampling.bad_words: an empty word", |_, _, s| {
+                s.bad_words = vec![v1::TokenIds::default()];
             }),
             ("attempt.sampling.stop_token_ids: 2000 ids", |_, _, s| {
                 s.stop_token_ids = vec![1; 2000];

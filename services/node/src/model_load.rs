@@ -20,6 +20,7 @@ use tracing::info;
 
 use crate::{
     adapters::NodeAdapters,
+    attempt::SAMPLING_VERSION,
     device::{self, ChosenDevice, ReadyGpu},
     identity,
     memory_limit::{self, HostBytes, MemoryShare},
@@ -46,6 +47,8 @@ pub(crate) struct Loaded {
     pub cpu_fallback: Option<String>,
     /// Whether the executor returns pooled values: only one rank on CPUs does.
     pub pooling: bool,
+    /// Newest version of [`proto::v1::Sampling`] that the executor supports.
+    pub sampling_version: u32,
     pub adapters: NodeAdapters,
 }
 
@@ -218,6 +221,7 @@ fn load_weights(
         cpu_fallback,
         pooling: tp == 1 && !is_gpu,
         adapters,
+        sampling_version: if is_gpu { 0 } else { SAMPLING_VERSION },
     };
     Ok((loaded, executor))
 }

@@ -47,6 +47,7 @@ pub(crate) fn record() -> NodeRecord {
         cpu_fallback: None,
         peer_tag: vec![1; 32],
         pooling: false,
+        sampling_version: 0,
         adapters: Vec::new(),
     }
 }

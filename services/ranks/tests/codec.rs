@@ -25,7 +25,8 @@ fn sampling() -> impl Strategy<Value = Sampling> {
         prop_oneof![Just(Pooling::Hidden), vec(any::<u32>(), 1..4).prop_map(Pooling::Logits),];
     let counts = (option::of(0..20_u32), option::of(0..20_u32), option::of(pooling));
     let logit_bias = vec((any::<u32>(), -100.0..100.0_f32), 0..4);
-    (reals, rest, counts, logit_bias).prop_map(|(reals, rest, counts, logit_bias)| Sampling {
+    let lists = (logit_bias, vec(any::<u32>(), 0..4), vec(vec(any::<u32>(), 1..4), 0..4));
+    (reals, rest, counts, lists).prop_map(|(reals, rest, counts, lists)| Sampling {
         temperature: reals.0,
         top_k: rest.0,
         top_p: reals.1,
@@ -39,7 +40,9 @@ fn sampling() -> impl Strategy<Value = Sampling> {
         logprobs: counts.0,
         prompt_logprobs: counts.1,
         pooling: counts.2,
-        logit_bias,
+        logit_bias: lists.0,
+        allowed_token_ids: lists.1,
+        bad_words: lists.2,
     })
 }
 

@@ -348,6 +348,7 @@ impl AnswerCore {
             limits: WaitLimits::new(requirements.capacity, self.wait_max, self.deadline),
             has_begun: !self.request.emitted().is_empty(),
             session_since: self.turn.as_ref().and_then(SessionTurn::place).map(|place| place.at),
+            priority: self.request.priority(),
         };
         let pass = std::mem::take(&mut self.pass);
         let place = self.place.as_mut().expect("a place was taken above");

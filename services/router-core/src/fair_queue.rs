@@ -15,11 +15,13 @@
 //! not count as service, so it does not put the new flow over its share.
 //!
 //! A flow is charged the predicted cost when its request starts, and the rest or the excess when
-//! the attempt ends. The predicted output length is the mean of the flow's last answers. Within a
-//! flow the request with the earliest start deadline comes first; a later turn of a session has the
-//! start deadline of the session's first turn ([`FlowSessions`]). Flows of a higher priority come
-//! first. One of [`TURNS_PER_FAIR_TURN`] turns ignores priorities, and one of as many starts of a
-//! flow ignores sessions. A flow also ignores sessions while the first of its requests that may be
+//! the attempt ends. The predicted output length is the mean of the flow's last answers. Flows of a
+//! higher priority come first; one of [`TURNS_PER_FAIR_TURN`] turns ignores priorities of flows.
+//!
+//! Within a flow the requests of the lowest priority number come first, and among them the request
+//! with the earliest start deadline; a later turn of a session has the start deadline of the
+//! session's first turn ([`FlowSessions`]). One of [`TURNS_PER_FAIR_TURN`] starts of a flow ignores
+//! priorities and sessions. A flow also ignores them while the first of its requests that may be
 //! rejected has waited for half of the time until it must start.
 //!
 //! Life of a waiting request:
@@ -70,8 +72,8 @@ const ACTIVE_FOR: Duration = Duration::from_secs(60);
 /// Maximum number of flows that are kept without requests: clients may invent any number of tenant
 /// names.
 const IDLE_FLOWS_MAX: usize = 1024;
-/// One of this many turns ignores priorities, so that no flow starves. One of this many starts of a
-/// flow ignores sessions, so that no new request starves.
+/// One of this many turns ignores priorities of flows, so that no flow starves. One of this many
+/// starts of a flow ignores priorities of requests and sessions, so that no request starves.
 const TURNS_PER_FAIR_TURN: u64 = 8;
 /// Maximum number of requests, of one flow and of all flows, that have a turn or whose turn has
 /// passed since the last [`FairQueue::retry_passed`]. More than one, because a request that failed
@@ -136,10 +138,10 @@ pub struct FairQueue<Id> {
 /// arrival.
 type Place = (Instant, u64);
 
-/// Place in the queue of one flow by sessions: whether the request may wait, the time by which it
-/// would have to start if it had arrived with the first turn of its session, and the number of its
-/// arrival.
-type SessionPlace = (bool, Instant, u64);
+/// Place in the queue of one flow by priority and session: whether the request may wait, its
+/// priority, the time by which it would have to start if it had arrived with the first turn of its
+/// session, and the number of its arrival.
+type SessionPlace = (bool, i32, Instant, u64);
 
 /// Start of a request that joins the queue.
 #[derive(Clone, Copy, Debug)]
@@ -150,6 +152,7 @@ struct Start {
     may_be_late: bool,
     /// Whether the request may wait. Requests that may not wait come first.
     may_wait: bool,
+    priority: i32,
     /// `by` that the request would have if it had arrived with the first turn of its session.
     by_of_session: Instant,
 }
@@ -302,6 +305,7 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
             by,
             may_be_late: !request.has_begun,
             may_wait: !limits.wait_max.is_zero(),
+            priority: request.priority,
             by_of_session: request
                 .session_since
                 .map_or(by, |since| by.min(since + limits.wait_max)),
@@ -316,7 +320,7 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         self.joined += 1;
         self.waiting_since.get_or_insert(now);
         let place = (start.by, self.joined);
-        let session_place = (start.may_wait, start.by_of_session, self.joined);
+        let session_place = (start.may_wait, start.priority, start.by_of_session, self.joined);
         self.change_active(now, flow, |state| {
             let half = start.by.saturating_duration_since(now) / 2;
             let urgent_at = start.may_be_late.then(|| now + half);

@@ -40,5 +40,6 @@ pub use request_core::{
     AnswerSpec, AttemptCalls, AttemptFailure, AttemptOutcome, AttemptSide, AttemptStats, Blame,
     CallError, EndedAttempt, FailureCause, FinishedAnswer, GiveUp, GrpcCode, HandOverStats,
     NodeFeedback, NodeStats, RecoveryPolicy, RequestCore, RequestSession, StopCause, peer,
+    sampling_version,
 };
 pub use router::{AnswerId, ArrivedRequest, RouterCore, RouterLimits, RouterOutput};

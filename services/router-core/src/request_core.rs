@@ -89,6 +89,16 @@ pub struct RequestSession {
     pub keep_ms: Option<u64>,
 }
 
+/// Returns the version of [`Sampling`] that nodes must support for these parameters.
+pub fn sampling_version(sampling: &Sampling) -> u32 {
+    let Sampling { prompt_logprobs, logit_bias, allowed_token_ids, bad_words, .. } = sampling;
+    let is_plain = prompt_logprobs.is_none()
+        && logit_bias.is_empty()
+        && allowed_token_ids.is_empty()
+        && bad_words.is_empty();
+    u32::from(!is_plain)
+}
+
 /// One answer of a request, as nodes receive it.
 #[derive(Clone, Debug)]
 pub struct AnswerSpec {
@@ -106,6 +116,8 @@ pub struct AnswerSpec {
     pub grammar_version: u32,
     pub cache_salt: Arc<str>,
     pub session: RequestSession,
+    /// Requests of a lower number start earlier among the waiting requests of the same flow.
+    pub priority: i32,
     pub vocabulary_size: u32,
     /// The request fails if it has not finished by this time.
     pub deadline: Instant,
@@ -278,6 +290,10 @@ impl RequestCore {
         self.spec.prefix.first()?.last_after(&self.spec.prompt, computed)
     }
 
+    pub fn priority(&self) -> i32 {
+        self.spec.priority
+    }
+
     pub fn has_ended(&self) -> bool {
         matches!(self.state, RequestCoreState::Ended)
     }
@@ -316,6 +332,7 @@ impl RequestCore {
             identity: self.identity.as_ref(),
             any_weights: self.any_weights,
             grammar_version: self.spec.grammar_version,
+            sampling_version: sampling_version(&self.spec.sampling),
             pooling,
             adapter: self.spec.adapter,
             exclude_decode: self.recovery.avoid_decode(),

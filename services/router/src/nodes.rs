@@ -166,6 +166,15 @@ impl Nodes {
         })
     }
 
+    /// Returns the newest version of [`proto::v1::Sampling`] that a decode node of this model
+    /// supports; `None` while no decode node serves.
+    pub(crate) fn sampling_version(&self, model: &str) -> Option<u32> {
+        self.directory(|directory| {
+            let records = directory.serving(Role::Decode).filter(|record| record.model == model);
+            records.map(|record| record.sampling_version).max()
+        })
+    }
+
     /// Returns whether a node of this model returns pooled values; `None` while no node serves.
     pub(crate) fn returns_pooled(&self, model: &str) -> Option<bool> {
         self.directory(|directory| {

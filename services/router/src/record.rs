@@ -447,7 +447,8 @@ fn no_pick(reason: &NoNode) -> PickDecision {
         NoNode::TooLong { .. }
         | NoNode::NoGrammar { .. }
         | NoNode::NoPooling { .. }
-        | NoNode::NoAdapter { .. } => PickDecision::NoneUnfit,
+        | NoNode::NoAdapter { .. }
+        | NoNode::NoSampling { .. } => PickDecision::NoneUnfit,
         NoNode::NoneListed { .. }
         | NoNode::OtherModel { .. }
         | NoNode::NoneUp { .. }

@@ -12,7 +12,10 @@ mod events;
 use std::{sync::Arc, time::Duration};
 
 use futures_util::{StreamExt, TryStreamExt, stream};
-use proto::ids::{RequestId, random_bits};
+use proto::{
+    ids::{RequestId, random_bits},
+    v1,
+};
 use router_core::{AnswerSpec, ArrivedRequest, Flow, LoadBound, WaitLimits};
 use text::{ReasoningStart, StopStrings};
 use tokio::{
@@ -30,9 +33,9 @@ use crate::{
         error::{FieldError, RequestError},
         options::{
             CHOICES_PER_REQUEST_MAX, DefaultLength, ModelLimits, Options, PROMPT_LOGPROBS_MAX,
-            RequestedGrammar, Tenant, check_prompt,
+            RequestedGrammar, Tenant, Truncation, check_prompt,
         },
-        text_workers::{CacheKeying, PromptSource, TokenizedPrompt},
+        text_workers::{CacheKeying, PromptLengths, PromptSource, TokenizedPrompt},
         tools::OfferedTools,
     },
     shared_router::AdmittedRequest,
@@ -193,6 +196,7 @@ async fn prepare(
     if let Some(grammar) = &grammar {
         check_grammar(front, &model, grammar, grammar_version, deadline).await?;
     }
+    let bad_words = check_sampling(front, &model, &options)?;
     let seed = random_bits()? as u64;
     let cache_salt = record.caller().salt_for_nodes(tenant.as_ref(), &options.cache_salt);
     let keying = Arc::new(CacheKeying {
@@ -204,18 +208,15 @@ async fn prepare(
     let (mut prompt_tokens, mut answers, mut reasoning) = (0, Vec::new(), None);
     let is_list = fields.prompts.len() > 1;
     for (index, source) in fields.prompts.into_iter().enumerate() {
-        let prompt = tokenize(&model, source, &limits, keying.clone(), deadline).await;
-        let prompt = prompt.map_err(|error| match &options.pooling {
-            Some(pooling) => error.at(pooling.field, is_list.then_some(index)),
-            None => error,
-        });
-        let TokenizedPrompt { tokens, prefix, reasoning_start } = prompt?;
+        let at = is_list.then_some(index);
+        let prompt = tokenize(&model, source, at, &options, &limits, keying.clone(), deadline);
+        let TokenizedPrompt { tokens, prefix, reasoning_start } = prompt.await?;
         if may_reason {
             reasoning = reasoning_reading(&model, reasoning_start);
         }
         let tags = reasoning.and_then(ReasoningReading::tags);
         let grammar = grammar.as_ref().map(|grammar| Arc::new(grammar.for_nodes(tags)));
-        let sampling = options.sampling(
+        let mut sampling = options.sampling(
             tokens.len() as u32,
             &limits,
             fields.default_length,
@@ -223,6 +224,7 @@ async fn prepare(
             seed,
             fields.max_tokens_name,
         )?;
+        sampling.bad_words.clone_from(&bad_words);
         prompt_tokens += tokens.len() as u32;
         let answer = AnswerSpec {
             request_id,
@@ -235,6 +237,7 @@ async fn prepare(
             grammar_version,
             cache_salt: cache_salt.clone(),
             session: options.session.clone(),
+            priority: options.priority,
             vocabulary_size: limits.vocabulary_size,
             deadline: deadline.at.into_std(),
         };
@@ -301,6 +304,23 @@ fn check_output(front: &Front, model: &ServedModel, options: &Options) -> Result
     Err(FieldError::new("model", problem))
 }
 
+/// Rejects sampling parameters that no decode node of the model supports. Returns the tokens of
+/// `bad_words`.
+fn check_sampling(
+    front: &Front,
+    model: &ServedModel,
+    options: &Options,
+) -> Result<Vec<v1::TokenIds>, FieldError> {
+    let Some(field) = options.field_of_sampling() else { return Ok(Vec::new()) };
+    // Without a node the version is unknown, and the request waits for a node in its core.
+    if front.nodes.sampling_version(&model.name) == Some(0) {
+        let problem = "is not supported by the model's nodes, which compute on GPUs or run an \
+                       older release; allowed: with nodes that compute on a CPU";
+        return Err(FieldError::new(field, problem));
+    }
+    model.text.bad_words(&options.bad_words)
+}
+
 /// Returns the limits of the model's nodes. While no node is up, those of the last known nodes
 /// apply, and the request waits for a node in its core.
 fn served_limits(front: &Front, model: &ServedModel) -> Result<ModelLimits, RequestError> {
@@ -317,18 +337,33 @@ fn reasoning_reading(model: &ServedModel, start: ReasoningStart) -> Option<Reaso
     Some(ReasoningReading { format, start, closing_token })
 }
 
+/// Tokenizes a prompt. An error of one of several prompts whose values are pooled names its index.
 async fn tokenize(
     model: &ServedModel,
     source: PromptSource,
+    index: Option<usize>,
+    options: &Options,
     limits: &ModelLimits,
     keying: Arc<CacheKeying>,
     deadline: RequestDeadline,
 ) -> Result<TokenizedPrompt, RequestError> {
     let field = source.field();
-    let work = model.text.prompt(source, limits.prompt_tokens_max, keying);
-    let prompt = deadline.limit(work).await??;
-    check_prompt(field, &prompt.tokens, limits)?;
-    Ok(prompt)
+    let kept_max = match options.truncation {
+        Truncation::Never => None,
+        Truncation::Longest => Some(limits.longest_prompt()),
+        Truncation::Last(count) => Some(count),
+    };
+    let lengths = PromptLengths { tokens_max: limits.prompt_tokens_max, kept_max };
+    let work = model.text.prompt(source, lengths, keying);
+    let tokenized = async {
+        let prompt = deadline.limit(work).await??;
+        check_prompt(field, &prompt.tokens, limits)?;
+        Ok(prompt)
+    };
+    tokenized.await.map_err(|error: RequestError| match &options.pooling {
+        Some(pooling) => error.at(pooling.field, index),
+        None => error,
+    })
 }
 
 /// Returns the number of answers that run at a time: all of them, or as many texts as a request may

@@ -1,8 +1,9 @@
-//! Answers that tell something of their prompt: `echo`, `prompt_logprobs` and `max_tokens` 0.
+//! Answers that tell something of their prompt (`echo`, `prompt_logprobs` and `max_tokens` 0), and
+//! fields that change a prompt or the tokens that are sampled.
 
 mod common;
 
-use common::{Cluster, encode};
+use common::{Cluster, encode, settings};
 use serde_json::{Value, json};
 
 const ANSWER: &str = " one two three";
@@ -111,4 +112,80 @@ async fn logit_bias_reaches_the_nodes_sorted_by_token() {
     let bias = &calls[0].attempt.sampling.as_ref().unwrap().logit_bias;
     let bias: Vec<_> = bias.iter().map(|one| (one.id, one.bias)).collect();
     assert_eq!(bias, [(5, 2.5), (70, -100.0)]);
+}
+
+#[tokio::test]
+async fn allowed_tokens_and_bad_words_reach_the_nodes_as_tokens() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    let words = json!(["three", " four five"]);
+    let body = json!({
+        "prompt": PROMPT.repeat(20), "max_tokens": 2, "allowed_token_ids": [70, 5], "bad_words": words,
+    });
+    assert_eq!(cluster.client.post("/v1/completions", &body).await.status, 200);
+    let expected: Vec<_> =
+        ["three", " three", "four five", " four five"].into_iter().map(encode).collect();
+    for node in [&cluster.prefill[0], &cluster.decode[0]] {
+        let calls = node.calls();
+        let sampling = calls[0].attempt.sampling.as_ref().unwrap();
+        assert_eq!(sampling.allowed_token_ids, [70, 5]);
+        let words: Vec<_> = sampling.bad_words.iter().map(|word| word.ids.clone()).collect();
+        assert_eq!(words, expected);
+    }
+}
+
+#[tokio::test]
+async fn last_tokens_of_a_long_prompt_are_kept_on_request() {
+    let cluster = Cluster::start(0, 1, ANSWER).await;
+    let long = "word ".repeat(3000);
+    let (all, messages) = (encode(&long), json!([{"role": "user", "content": &long}]));
+    for (count, kept) in [(5, 5), (2047, 2047), (-1, 2047)] {
+        let body = json!({"prompt": &long, "max_tokens": 1, "truncate_prompt_tokens": count});
+        let answer = cluster.client.post("/v1/completions", &body).await;
+        assert_eq!(answer.json()["usage"]["prompt_tokens"], kept, "{count}");
+        let calls = cluster.decode[0].calls();
+        assert_eq!(calls.last().unwrap().attempt.tokens, all[all.len() - kept..]);
+
+        let body = json!({"messages": messages, "max_tokens": 1, "truncate_prompt_tokens": count});
+        let answer = cluster.client.post("/v1/chat/completions", &body).await;
+        assert_eq!(answer.json()["usage"]["prompt_tokens"], kept, "{count}");
+    }
+    let body = json!({"prompt": [5, 6, 7], "max_tokens": 1, "truncate_prompt_tokens": 2});
+    assert_eq!(cluster.client.post("/v1/completions", &body).await.status, 200);
+    assert_eq!(cluster.decode[0].calls().last().unwrap().attempt.tokens, [6, 7]);
+    let body = json!({"prompt": &long, "truncate_prompt_tokens": 2500});
+    let answer = cluster.client.post("/v1/completions", &body).await;
+    assert_eq!(answer.status, 400);
+    assert_eq!(answer.message(), "prompt has 2500 tokens; allowed: at most 2047");
+}
+
+#[tokio::test]
+async fn nodes_without_these_sampling_parameters_receive_none() {
+    let fields = [
+        ("prompt_logprobs", json!(1)),
+        ("logit_bias", json!({"5": 1})),
+        ("allowed_token_ids", json!([5])),
+        ("bad_words", json!(["x"])),
+    ];
+    let ask = async |cluster: &Cluster, (field, value): &(&str, Value)| {
+        let body = json!({"prompt": PROMPT, "max_tokens": 1, *field: value});
+        cluster.client.post("/v1/completions", &body).await
+    };
+    let start = async |versions: &[u32]| {
+        let (_, decode) = Cluster::nodes(0, versions.len(), ANSWER);
+        decode.iter().zip(versions).for_each(|(node, version)| node.announce_sampling(*version));
+        Cluster::start_over(settings(), vec![], decode).await
+    };
+    let cluster = start(&[0]).await;
+    for field in &fields {
+        let answer = ask(&cluster, field).await;
+        assert_eq!((answer.status.as_u16(), &answer.error()["param"]), (400, &json!(field.0)));
+        assert!(answer.message().contains("nodes that compute on a CPU"), "{}", answer.message());
+    }
+    assert!(cluster.decode[0].calls().is_empty());
+    let cluster = start(&[0, 1]).await;
+    for field in fields.iter().cycle().take(12) {
+        assert_eq!(ask(&cluster, field).await.status, 200);
+    }
+    let calls = [0, 1].map(|node| cluster.decode[node].calls().len());
+    assert_eq!(calls, [0, 12]);
 }

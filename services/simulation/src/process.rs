@@ -30,7 +30,7 @@ use kv_transfer::{
     transport::TransportEvent,
 };
 use node::{
-    attempt::AttemptLimits,
+    attempt::{AttemptLimits, SAMPLING_VERSION},
     constraint::GRAMMAR_VERSION,
     identity,
     node_core::{CallId, CloseReason, NodeCore, ObserverId, STALL_AFTER},
@@ -131,6 +131,7 @@ impl Process {
             cpu_fallback: None,
             peer_tag: vec![1; 32],
             pooling: false,
+            sampling_version: SAMPLING_VERSION,
             adapters: Vec::new(),
         };
         let seeds = identity::cache_seeds(&identity);

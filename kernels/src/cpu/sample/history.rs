@@ -1,5 +1,6 @@
-//! Masks, penalties and bias: first the grammar's token mask, then the changes that depend on the
-//! sequence's own tokens (penalties and the mask of `min_tokens`), then the logit bias.
+//! Masks, penalties and bias: first the grammar's token mask and the allowed tokens, then the
+//! changes that depend on the sequence's own tokens (bad words, the mask of `min_tokens` and
+//! penalties), then the logit bias.
 
 use super::SampleError;
 use crate::sampling::{Sampling, TokenMask};
@@ -24,13 +25,32 @@ pub(super) fn adjust(
     let is_penalised =
         repeats || sampling.presence_penalty != 0.0 || sampling.frequency_penalty != 0.0;
     let is_biased = !sampling.logit_bias.is_empty();
-    if allowed.is_none() && !is_masked && !is_penalised && !is_biased {
+    let is_listed = !sampling.allowed_token_ids.is_empty() || !sampling.bad_words.is_empty();
+    if allowed.is_none() && !is_masked && !is_penalised && !is_biased && !is_listed {
         return Ok(false);
     }
     adjusted.clear();
-    adjusted.extend_from_slice(logits);
+    match &sampling.allowed_token_ids[..] {
+        [] => adjusted.extend_from_slice(logits),
+        listed => {
+            adjusted.resize(logits.len(), f32::NEG_INFINITY);
+            for &token in listed {
+                if let Some(logit) = adjusted.get_mut(token as usize) {
+                    *logit = logits[token as usize];
+                }
+            }
+        }
+    }
     if let Some(allowed) = allowed {
         keep_allowed(allowed, adjusted);
+    }
+    for word in &sampling.bad_words {
+        if let Some((&last, begin)) = word.split_last()
+            && output.ends_with(begin)
+            && let Some(logit) = adjusted.get_mut(last as usize)
+        {
+            *logit = f32::NEG_INFINITY;
+        }
     }
     if is_masked {
         for &token in &sampling.stop_token_ids {
@@ -159,6 +179,29 @@ mod tests {
         assert_eq!(adjusted(&sampling, &[5, 5, 5], &[], &logits), masked);
         assert_eq!(adjusted(&sampling, &[], &[0], &logits), masked);
         assert_eq!(adjusted(&sampling, &[], &[0, 0], &logits), logits);
+    }
+
+    #[test]
+    fn only_allowed_tokens_are_kept() {
+        const NONE: f32 = f32::NEG_INFINITY;
+        let sampling = Sampling { allowed_token_ids: vec![1, 3, 3, 77], ..Sampling::greedy() };
+        let logits = [4.0, 3.0, 2.0, 1.0];
+        assert_eq!(adjusted(&sampling, &[0], &[2], &logits), [NONE, 3.0, NONE, 1.0]);
+        let mask = TokenMask::new(vec![0b0110], 4);
+        let both = masked(&sampling, &[], &[], Some(&mask), &logits);
+        assert_eq!(both, [NONE, 3.0, NONE, NONE]);
+    }
+
+    #[test]
+    fn bad_word_ends_only_after_its_beginning_in_the_output() {
+        const NONE: f32 = f32::NEG_INFINITY;
+        let sampling =
+            Sampling { bad_words: vec![vec![2], vec![1, 0, 1], vec![88]], ..Sampling::greedy() };
+        let logits = [4.0, 3.0, 2.0];
+        assert_eq!(adjusted(&sampling, &[1, 0], &[], &logits), [4.0, 3.0, NONE]);
+        assert_eq!(adjusted(&sampling, &[1], &[0], &logits), [4.0, 3.0, NONE]);
+        assert_eq!(adjusted(&sampling, &[], &[0, 1, 0], &logits), [4.0, NONE, NONE]);
+        assert_eq!(adjusted(&sampling, &[], &[1, 0, 0], &logits), [4.0, 3.0, NONE]);
     }
 
     #[test]

@@ -215,6 +215,7 @@ impl node_server::Node for Service {
             epoch: epoch.to_bytes().to_vec().into(),
             peer_tag: vec![1; 32].into(),
             pooling: false,
+            sampling_version: 0,
             adapters: Vec::new(),
             role: Role::Decode.into(),
             control_endpoint: "tcp://127.0.0.1:9".into(),

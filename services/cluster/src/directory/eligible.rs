@@ -33,6 +33,8 @@ pub enum NoNode {
     NoGrammar { role: Role, version: u32 },
     #[error("no {role} node returns pooled values")]
     NoPooling { role: Role },
+    #[error("no {role} node supports sampling of version {version}")]
+    NoSampling { role: Role, version: u32 },
     #[error("no {role} node has the adapter")]
     NoAdapter { role: Role },
     #[error("{tokens} tokens are more than the {tokens_max} that any {role} node takes")]
@@ -62,6 +64,7 @@ impl NoNode {
             Self::NoneFits { .. } => "other model, weights or KV layout".into(),
             Self::NoGrammar { version, .. } => format!("no grammars of version {version}"),
             Self::NoPooling { .. } => "no pooled values".into(),
+            Self::NoSampling { version, .. } => format!("no sampling of version {version}"),
             Self::NoAdapter { .. } => "lacks the adapter".into(),
             Self::TooLong { tokens, tokens_max, .. } => {
                 format!("{tokens} tokens, at most {tokens_max} allowed")
@@ -91,7 +94,10 @@ impl NoNode {
             Self::NoneUp { .. } => 2 + 5 * u8::from(fits),
             Self::Draining { .. } => 3 + 5 * u8::from(fits),
             Self::NoneFits { .. } => 4,
-            Self::NoGrammar { .. } | Self::NoPooling { .. } | Self::NoAdapter { .. } => 5,
+            Self::NoGrammar { .. }
+            | Self::NoPooling { .. }
+            | Self::NoAdapter { .. }
+            | Self::NoSampling { .. } => 5,
             Self::TooLong { tokens_max: limit, .. } => {
                 tokens_max = *limit;
                 6
@@ -168,6 +174,9 @@ pub(super) fn misfit(
     }
     if requirements.pooling && !record.pooling {
         return Some(NoNode::NoPooling { role });
+    }
+    if requirements.sampling_version > record.sampling_version {
+        return Some(NoNode::NoSampling { role, version: requirements.sampling_version });
     }
     let has = |hash| record.adapters.iter().any(|adapter| adapter.content_hash == hash);
     if requirements.adapter.is_some_and(|hash| !has(hash)) {

@@ -26,6 +26,8 @@ pub struct NodeRequirements<'a> {
     pub any_weights: bool,
     /// Grammar version that the answer needs; 0 for none.
     pub grammar_version: u32,
+    /// Version of [`proto::v1::Sampling`] that the attempt needs.
+    pub sampling_version: u32,
     /// Whether the attempt returns pooled values and ends with its prompt. A prefill node computes
     /// them alone.
     pub pooling: bool,

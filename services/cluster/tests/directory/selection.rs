@@ -230,6 +230,20 @@ fn fitting_node_that_restarts_or_drains_outranks_an_unfit_one() {
     assert_eq!(world.pick(&request).unwrap_err(), NoNode::NoneFits { role });
 }
 
+#[test]
+fn sampling_parameters_go_to_nodes_that_announce_their_version() {
+    let request = NodeRequirements { sampling_version: 1, ..requirements(8) };
+    let of =
+        |number, sampling_version| NodeRecord { sampling_version, ..record(Role::Decode, number) };
+    let mut world = World::new();
+    world.up(&decode(1), &of(1, 0), idle());
+    let none = NoNode::NoSampling { role: Role::Decode, version: 1 };
+    assert_eq!(world.pick(&request).unwrap_err(), none);
+    let busy = Load { waiting: 50, pending_prompt_tokens: 100_000, ..idle() };
+    world.up(&decode(2), &of(2, 1), busy);
+    assert_eq!(world.pick(&request).unwrap().record.epoch, epoch(2));
+}
+
 /// A node that announces no version would ignore the grammar and generate any text.
 #[test]
 fn a_grammar_goes_to_nodes_that_announce_its_version() {

@@ -189,6 +189,7 @@ pub(crate) fn record(role: Role, number: u128) -> NodeRecord {
         cpu_fallback: None,
         peer_tag: vec![1; 32],
         pooling: false,
+        sampling_version: 0,
         adapters: Vec::new(),
     }
 }
@@ -240,6 +241,7 @@ pub(crate) fn requirements(tokens: u32) -> NodeRequirements<'static> {
         identity: None,
         any_weights: false,
         grammar_version: 0,
+        sampling_version: 0,
         pooling: false,
         adapter: None,
         exclude_decode: &[],

@@ -253,6 +253,7 @@ impl CheckedSettings {
             grammar_version: GRAMMAR_VERSION,
             cpu_fallback: loaded.cpu_fallback.clone(),
             pooling: loaded.pooling,
+            sampling_version: loaded.sampling_version,
             adapters: loaded.adapters.listed(),
         }
     }

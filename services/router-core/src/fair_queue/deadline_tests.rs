@@ -47,6 +47,7 @@ impl Scene {
             limits: self.limits(deadline),
             has_begun: false,
             session_since: None,
+            priority: 0,
         };
         self.queue.join(self.now, self.joined, &request).map(|_| self.joined)
     }

@@ -38,6 +38,8 @@ pub struct WaitRequest {
     pub has_begun: bool,
     /// Arrival of the session, if the request is a later turn of it.
     pub session_since: Option<Instant>,
+    /// Requests of a lower number come earlier within the flow.
+    pub priority: i32,
 }
 
 /// Limits of the time that a request waits.

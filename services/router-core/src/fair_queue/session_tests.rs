@@ -37,6 +37,16 @@ impl Scene {
 
     /// Adds a request, a turn of a session that arrived at `session_since`.
     fn join(&mut self, flow: &Flow, session_since: Option<Instant>, wait_max: Duration) -> u32 {
+        self.join_with(flow, session_since, wait_max, 0)
+    }
+
+    fn join_with(
+        &mut self,
+        flow: &Flow,
+        session_since: Option<Instant>,
+        wait_max: Duration,
+        priority: i32,
+    ) -> u32 {
         self.joined += 1;
         let request = WaitRequest {
             flow: flow.clone(),
@@ -45,6 +55,7 @@ impl Scene {
             limits: WaitLimits { wait_max, deadline: self.now + 10 * WAIT_MAX },
             has_begun: wait_max.is_zero(),
             session_since,
+            priority,
         };
         self.queue.join(self.now, self.joined, &request).unwrap();
         self.flows.insert(self.joined, flow.clone());
@@ -108,6 +119,30 @@ fn new_request_starts_although_old_sessions_always_have_turns() {
         assert!(turns <= TURNS_PER_FAIR_TURN, "{:?}", scene.served);
     }
     assert!(turns > 1, "old sessions come first otherwise");
+}
+
+#[test]
+fn lower_priority_number_comes_first_within_the_flow_and_starves_no_request() {
+    let (flow, other) = (key("a"), key("b"));
+    let mut scene = Scene::new(&flow);
+    let since = scene.now;
+    scene.now += SERVICE;
+    let turn = scene.join(&flow, Some(since), WAIT_MAX);
+    let [late, first] = [7, -3].map(|priority| scene.join_with(&flow, None, WAIT_MAX, priority));
+    let of_other = scene.join_with(&other, None, WAIT_MAX, 7);
+    let begun = scene.join_with(&flow, None, Duration::ZERO, 7);
+    (0..5).for_each(|_| scene.step());
+    // A priority changes nothing between flows: the other one has been served less.
+    assert_eq!(scene.served[1..], [of_other, begun, first, turn, late]);
+
+    let late = scene.join_with(&flow, None, WAIT_MAX, 7);
+    let mut starts = 0;
+    while !scene.served.contains(&late) {
+        scene.join_with(&flow, None, WAIT_MAX, -3);
+        scene.step();
+        starts += 1;
+        assert!(starts <= TURNS_PER_FAIR_TURN, "{:?}", scene.served);
+    }
 }
 
 #[test]

@@ -11,7 +11,7 @@ fn key(name: &str) -> Flow {
 
 /// Returns the start of a request without a session.
 fn must_start(by: Instant, may_be_late: bool) -> Start {
-    Start { by, may_be_late, may_wait: true, by_of_session: by }
+    Start { by, may_be_late, may_wait: true, priority: 0, by_of_session: by }
 }
 
 /// Returns a prompt without a cached prefix.
@@ -323,6 +323,7 @@ fn predicted_wait_counts_the_usual_uncached_part_of_prompts() {
             limits,
             has_begun: false,
             session_since: None,
+            priority: 0,
         };
         queue.join(now, id, &request).unwrap();
     }
@@ -367,6 +368,7 @@ fn burst_is_refused_only_after_its_queue_has_lasted() {
         limits,
         has_begun,
         session_since: None,
+        priority: 0,
     };
     for id in 100..140 {
         scene.queue.join(scene.now, id, &request).unwrap();

@@ -133,6 +133,7 @@ impl Cluster {
             limits: WaitLimits { wait_max: self.wait_max, deadline },
             has_begun,
             session_since: None,
+            priority: 0,
         }
     }
 

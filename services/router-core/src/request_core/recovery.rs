@@ -222,6 +222,7 @@ impl Recovery {
             NoNode::NoneFits { .. }
             | NoNode::NoGrammar { .. }
             | NoNode::NoPooling { .. }
+            | NoNode::NoSampling { .. }
             | NoNode::NoAdapter { .. }
             | NoNode::TooLong { .. } => WaitReason::Unfit,
             NoNode::NoneListed { .. }

@@ -56,6 +56,7 @@ fn node(role: Role, number: u128) -> Arc<NodeRecord> {
         cpu_fallback: None,
         peer_tag: vec![1; 32],
         pooling: false,
+        sampling_version: 0,
         adapters: Vec::new(),
     })
 }
@@ -82,6 +83,7 @@ impl Owner {
             grammar_version: 0,
             cache_salt: "".into(),
             session: RequestSession::default(),
+            priority: 0,
             vocabulary_size: 1000,
             deadline: now + TIMEOUT,
         };

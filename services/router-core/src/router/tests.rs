@@ -59,6 +59,7 @@ impl Scene {
             limits,
             has_begun: false,
             session_since: None,
+            priority: 0,
         };
         self.router.wait_for_turn(self.now, &self.model, place, &request, PassReason::NoNode)
     }

@@ -12,7 +12,8 @@ use crate::{
         error::FieldError,
         options::{
             LOGPROBS, MIN_P, Options, PENALTY, REPETITION_PENALTY, RequestedGrammar,
-            STOP_TOKENS_MAX, TEMPERATURE, TOKENS, TOP_P, check_salt, checked_bias, checked_session,
+            STOP_TOKENS_MAX, TEMPERATURE, TOKENS, TOP_P, Truncation, check_salt, checked_allowed,
+            checked_bad_words, checked_bias, checked_session,
         },
     },
 };
@@ -50,6 +51,11 @@ pub(super) fn options(wire: GenerateOptions) -> Result<Options, FieldError> {
             "options.logit_bias",
             wire.logit_bias.into_iter().map(|one| (one.id, one.bias)).collect(),
         )?,
+        allowed_token_ids: checked_allowed("options.allowed_token_ids", wire.allowed_token_ids)?,
+        bad_words: checked_bad_words("options.bad_words", wire.bad_words)?,
+        truncation: within("options.truncate_prompt_tokens", wire.truncate_prompt_tokens, &TOKENS)?
+            .map_or(Truncation::Never, Truncation::Last),
+        priority: wire.priority,
         cache_salt: check_salt("options.cache_salt", wire.cache_salt)?,
         session: checked_session(
             ("options.session", &wire.session),

@@ -42,7 +42,7 @@ const fn rejected(
 
 const TOP_LEVEL: Option<&str> = Some("the same fields beside the prompt");
 
-pub(super) static FOREIGN_FIELDS: [ForeignField; 70] = [
+pub(super) static FOREIGN_FIELDS: [ForeignField; 67] = [
     same("n_predict", "llama.cpp", "max_tokens", None),
     same("num_predict", "Ollama", "max_tokens", None),
     same("max_new_tokens", "SGLang, TGI", "max_tokens", None),
@@ -104,9 +104,6 @@ pub(super) static FOREIGN_FIELDS: [ForeignField; 70] = [
     rejected("adapter_id", "TGI", &["\"\""], None),
     rejected("logits_processors", "vLLM", &["[]"], Some("logit_bias")),
     rejected("detokenize", "vLLM", &["true"], Some("return_token_ids")),
-    rejected("bad_words", "vLLM", &["[]"], None),
-    rejected("allowed_token_ids", "vLLM", &["[]"], None),
-    rejected("truncate_prompt_tokens", "vLLM, TGI", &[], None),
     rejected("guided_whitespace_pattern", "vLLM", &[], None),
     rejected("vllm_xargs", "vLLM", &["{}"], None),
     rejected("repetition_detection", "vLLM", &[], None),

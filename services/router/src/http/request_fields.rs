@@ -19,8 +19,8 @@ use crate::{
         },
         options::{
             CHOICES, COMPLETION_TOKENS_DEFAULT, DefaultLength, LOGPROBS, MIN_P, Options, PENALTY,
-            REPETITION_PENALTY, SEED, STOP_TOKENS_MAX, TEMPERATURE, TOKENS, TOP_K, TOP_P,
-            check_salt, checked_bias,
+            PRIORITY, REPETITION_PENALTY, SEED, STOP_TOKENS_MAX, TEMPERATURE, TOKENS, TOP_K, TOP_P,
+            TRUNCATE, Truncation, check_salt, checked_allowed, checked_bad_words, checked_bias,
         },
         text_workers::{ChatSource, PromptSource, check_variables},
         tools::OfferedTools,
@@ -132,6 +132,16 @@ pub(super) fn options(fields: &RequestFields<'_>) -> Result<Options, FieldError>
         pooling: None,
         prompt_logprobs: None,
         logit_bias: logit_bias(fields)?,
+        allowed_token_ids: checked_allowed(
+            "allowed_token_ids",
+            fields.value("allowed_token_ids", "a list of token ids")?.unwrap_or_default(),
+        )?,
+        bad_words: checked_bad_words(
+            "bad_words",
+            fields.value("bad_words", "a list of texts")?.unwrap_or_default(),
+        )?,
+        truncation: truncation(fields)?,
+        priority: fields.integer("priority", PRIORITY)?.map_or(0, |priority| priority as i32),
         grammar: grammar_fields::grammar(fields)?,
         cache_salt: check_salt("cache_salt", fields.string("cache_salt")?.unwrap_or_default())?,
         // In headers.
@@ -174,6 +184,20 @@ fn logit_bias(fields: &RequestFields<'_>) -> Result<Vec<(u32, f32)>, FieldError>
         }
     };
     checked_bias(NAME, biases.into_iter().flatten().map(read).collect::<Result<_, _>>()?)
+}
+
+/// Reads how many tokens of the prompt are kept, as in vLLM: the last ones.
+fn truncation(fields: &RequestFields<'_>) -> Result<Truncation, FieldError> {
+    const NAME: &str = "truncate_prompt_tokens";
+    match fields.integer(NAME, TRUNCATE)? {
+        None => Ok(Truncation::Never),
+        Some(-1) => Ok(Truncation::Longest),
+        Some(0) => {
+            let problem = "is 0; allowed: -1, or a whole number from 1";
+            Err(FieldError::new(NAME, problem))
+        }
+        Some(count) => Ok(Truncation::Last(count as u32)),
+    }
 }
 
 /// Maximum number of output tokens that a client asks for.

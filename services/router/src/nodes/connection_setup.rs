@@ -184,6 +184,7 @@ pub(super) mod tests {
             cpu_fallback: String::new(),
             peer_tag: vec![1; 32].into(),
             pooling: false,
+            sampling_version: 0,
             adapters: Vec::new(),
         }
     }

@@ -31,6 +31,15 @@ pub(crate) const PROMPT_LOGPROBS_MAX: u32 = 1 << 18;
 pub(crate) const LOGIT_BIAS: RangeInclusive<f32> = -100.0..=100.0;
 /// Maximum number of tokens in `logit_bias`. Nodes have the same limit.
 pub(crate) const LOGIT_BIASES_MAX: usize = 1024;
+/// Maximum number of tokens in `allowed_token_ids`. Nodes have the same limit.
+pub(crate) const ALLOWED_TOKENS_MAX: usize = 1 << 14;
+/// Maximum size of all `bad_words`, in bytes: they are tokenized in place, and have at most as many
+/// tokens as nodes take.
+pub(crate) const BAD_WORDS_BYTES_MAX: usize = 4096;
+/// Range of the number of prompt tokens to keep; -1 keeps as many as the model takes.
+pub(crate) const TRUNCATE: RangeInclusive<i128> = -1..=i32::MAX as i128;
+/// Range of the priority of a request within its flow.
+pub(crate) const PRIORITY: RangeInclusive<i128> = i32::MIN as i128..=i32::MAX as i128;
 /// Range of answers to one prompt, as in OpenAI's API.
 pub(crate) const CHOICES: RangeInclusive<u32> = 1..=128;
 /// Maximum number of answers over all prompts of a request. Each answer is a request of its own to
@@ -69,10 +78,30 @@ pub(crate) struct Options {
     pub prompt_logprobs: Option<u32>,
     /// Tokens without duplicates, and what is added to the logit of each.
     pub logit_bias: Vec<(u32, f32)>,
+    /// The only tokens that may be sampled; empty: every token.
+    pub allowed_token_ids: Vec<u32>,
+    /// Texts that the answer does not have.
+    pub bad_words: Vec<String>,
+    /// Which tokens of the prompt are kept.
+    pub truncation: Truncation,
+    /// Requests of a lower number start earlier among the waiting requests of the same flow.
+    pub priority: i32,
     pub cache_salt: String,
     pub session: RequestSession,
     /// Grammar of the answer.
     pub grammar: Option<RequestedGrammar>,
+}
+
+/// The part of a prompt that is kept.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Truncation {
+    /// The whole prompt, or an error.
+    #[default]
+    Never,
+    /// As many of the last tokens as the model takes with an answer.
+    Longest,
+    /// At most this number of the last tokens.
+    Last(u32),
 }
 
 /// Values of the forward pass that a request asks for, and its field with the texts.
@@ -90,6 +119,13 @@ pub(crate) struct ModelLimits {
     /// Maximum tokens of prompt and answer together.
     pub sequence_tokens_max: u32,
     pub vocabulary_size: u32,
+}
+
+impl ModelLimits {
+    /// Returns the maximum length of a prompt that leaves one token for the answer.
+    pub(crate) fn longest_prompt(&self) -> u32 {
+        self.prompt_tokens_max.min(self.sequence_tokens_max.saturating_sub(1))
+    }
 }
 
 /// Default length of an answer.
@@ -158,11 +194,14 @@ impl Options {
                 format!("is {}; allowed: at most max_tokens, {max_tokens}", self.min_tokens),
             ));
         }
-        if let Some(id) = self.stop_token_ids.iter().find(|&&id| id >= limits.vocabulary_size) {
-            return Err(FieldError::new(
-                "stop_token_ids",
-                format!("has {id}; allowed: ids below {}", limits.vocabulary_size),
-            ));
+        for (field, ids) in [
+            ("stop_token_ids", &self.stop_token_ids),
+            ("allowed_token_ids", &self.allowed_token_ids),
+        ] {
+            if let Some(id) = ids.iter().find(|&&id| id >= limits.vocabulary_size) {
+                let problem = format!("has {id}; allowed: ids below {}", limits.vocabulary_size);
+                return Err(FieldError::new(field, problem));
+            }
         }
         if let Some((id, _)) = self.logit_bias.iter().find(|(id, _)| *id >= limits.vocabulary_size)
         {
@@ -197,7 +236,51 @@ impl Options {
             logit_bias: (self.logit_bias.iter())
                 .map(|&(id, bias)| v1::TokenBias { id, bias })
                 .collect(),
+            allowed_token_ids: self.allowed_token_ids.clone(),
+            // The caller tokenizes them.
+            bad_words: Vec::new(),
         })
+    }
+
+    /// Returns the first field that needs nodes of sampling version 1.
+    pub(crate) fn field_of_sampling(&self) -> Option<&'static str> {
+        let fields = [
+            ("prompt_logprobs", self.prompt_logprobs.is_some()),
+            ("logit_bias", !self.logit_bias.is_empty()),
+            ("allowed_token_ids", !self.allowed_token_ids.is_empty()),
+            ("bad_words", !self.bad_words.is_empty()),
+        ];
+        fields.into_iter().find_map(|(field, is_given)| is_given.then_some(field))
+    }
+}
+
+/// Checks the number of allowed tokens.
+pub(crate) fn checked_allowed(field: &str, ids: Vec<u32>) -> Result<Vec<u32>, FieldError> {
+    match ids.len() {
+        ..=ALLOWED_TOKENS_MAX => Ok(ids),
+        count => {
+            let problem = format!("has {count} ids; allowed: at most {ALLOWED_TOKENS_MAX}");
+            Err(FieldError::new(field, problem))
+        }
+    }
+}
+
+/// Checks texts that the answer must not have.
+pub(crate) fn checked_bad_words(
+    field: &str,
+    words: Vec<String>,
+) -> Result<Vec<String>, FieldError> {
+    if words.iter().any(|word| word.trim_start().is_empty()) {
+        let problem = "has an empty text; allowed: texts with more than white space";
+        return Err(FieldError::new(field, problem));
+    }
+    let bytes: usize = words.iter().map(String::len).sum();
+    match bytes {
+        ..=BAD_WORDS_BYTES_MAX => Ok(words),
+        _ => {
+            let problem = format!("has {bytes} bytes; allowed: at most {BAD_WORDS_BYTES_MAX}");
+            Err(FieldError::new(field, problem))
+        }
     }
 }
 
@@ -227,8 +310,7 @@ pub(crate) fn check_prompt(
     limits: &ModelLimits,
 ) -> Result<(), FieldError> {
     let count = tokens.len() as u64;
-    // Leave one token for the answer.
-    let longest = limits.prompt_tokens_max.min(limits.sequence_tokens_max.saturating_sub(1));
+    let longest = limits.longest_prompt();
     if count == 0 {
         return Err(FieldError::new(field, "is empty; allowed: at least one token"));
     }
@@ -534,6 +616,8 @@ mod tests {
                 pooling: None,
                 prompt_logprobs: None,
                 logit_bias: vec![],
+                allowed_token_ids: vec![],
+                bad_words: vec![],
             }
         );
         let short = Options::default()

@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 
 use cluster::{CacheIdentity, PrefixKeys};
 use grammar::{Compiler, Grammar, GrammarError};
-use proto::ids::random_bits;
+use proto::{ids::random_bits, v1};
 use serde_json::{Map, Value};
 use text::{
     ChatTemplate, EncodeError, ModelText, NotPooled, PooledModel, ReasoningFormat, ReasoningStart,
@@ -155,6 +155,15 @@ impl PromptSource {
     }
 }
 
+/// Limits on the length of a prompt.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PromptLengths {
+    /// Maximum number of tokens. More are an error.
+    pub tokens_max: u32,
+    /// Number of tokens that are kept of a longer prompt, the last ones. `None`: all.
+    pub kept_max: Option<u32>,
+}
+
 /// Inputs of the cache keys of a prompt's blocks, besides the tokens.
 #[derive(Debug)]
 pub(crate) struct CacheKeying {
@@ -177,11 +186,14 @@ pub(crate) struct TokenizedPrompt {
 
 impl TokenizedPrompt {
     fn new(
-        tokens: Vec<u32>,
+        mut tokens: Vec<u32>,
         reasoning_start: ReasoningStart,
-        tokens_max: u32,
+        PromptLengths { tokens_max, kept_max }: PromptLengths,
         keying: &CacheKeying,
     ) -> Self {
+        if let Some(kept_max) = kept_max {
+            tokens.drain(..tokens.len().saturating_sub(kept_max as usize));
+        }
         // A longer prompt is rejected, so it needs no keys.
         let is_taken = tokens.len() as u64 <= u64::from(tokens_max);
         let identities = if is_taken { &keying.identities[..] } else { &[] };
@@ -248,7 +260,8 @@ impl TextWorkers {
     ) -> Result<Vec<u32>, RequestError> {
         let keying =
             Arc::new(CacheKeying { identities: Vec::new(), adapter: None, salt: String::new() });
-        Ok(self.prompt_within(source, u32::MAX, rendered_max, keying).await?.tokens)
+        let lengths = PromptLengths { tokens_max: u32::MAX, kept_max: None };
+        Ok(self.prompt_within(source, lengths, rendered_max, keying).await?.tokens)
     }
 
     /// Rejects a grammar that no node could compile, and names its field.
@@ -274,20 +287,42 @@ impl TextWorkers {
     }
 
     /// Returns the prompt's token ids and cache keys. Rejects a text without tokenizing it if its
-    /// length implies more than `tokens_max` tokens.
+    /// length implies too many tokens.
     pub(crate) async fn prompt(
         &self,
         source: PromptSource,
-        tokens_max: u32,
+        lengths: PromptLengths,
         keying: Arc<CacheKeying>,
     ) -> Result<TokenizedPrompt, RequestError> {
-        self.prompt_within(source, tokens_max, usize::MAX, keying).await
+        self.prompt_within(source, lengths, usize::MAX, keying).await
+    }
+
+    /// Returns the token sequences of texts that answers must not have: each text as it begins an
+    /// answer, and as it follows a space. The texts are short enough to be tokenized in place.
+    pub(crate) fn bad_words(&self, words: &[String]) -> Result<Vec<v1::TokenIds>, FieldError> {
+        let tokenizer = self.text.tokenizer();
+        let encode = |text: &str| {
+            tokenizer.encode(text, SpecialTokens::Parse).map_err(|error| {
+                FieldError::new("bad_words", format!("cannot be tokenized: {error}"))
+            })
+        };
+        let mut sequences = Vec::new();
+        for word in words {
+            let word = word.trim_start();
+            let (first, inner) = (encode(word)?, encode(&format!(" {word}"))?);
+            // A sequence that ends with another one is found by its end.
+            let is_new = !inner.ends_with(&first);
+            sequences.push(v1::TokenIds { ids: first });
+            sequences.extend(is_new.then_some(v1::TokenIds { ids: inner }));
+        }
+        sequences.retain(|sequence| !sequence.ids.is_empty());
+        Ok(sequences)
     }
 
     async fn prompt_within(
         &self,
         mut source: PromptSource,
-        tokens_max: u32,
+        lengths: PromptLengths,
         rendered_max: usize,
         keying: Arc<CacheKeying>,
     ) -> Result<TokenizedPrompt, RequestError> {
@@ -300,9 +335,9 @@ impl TextWorkers {
             // bytes than its JSON has.
             let (keying, bytes_max) = (keying.clone(), bytes + bytes / 2 + 1024);
             let work = move |text: &ModelText| {
-                Ok::<_, RequestError>(match encode(text, source, tokens_max, bytes_max)? {
+                Ok::<_, RequestError>(match encode(text, source, lengths, bytes_max)? {
                     Encoded::Tokens { tokens, reasoning_start } => {
-                        Ok(TokenizedPrompt::new(tokens, reasoning_start, tokens_max, &keying))
+                        Ok(TokenizedPrompt::new(tokens, reasoning_start, lengths, &keying))
                     }
                     Encoded::Longer { chat, bytes } => Err((chat, bytes)),
                 })
@@ -359,7 +394,7 @@ enum Encoded {
 fn encode(
     text: &ModelText,
     source: PromptSource,
-    tokens_max: u32,
+    PromptLengths { tokens_max, kept_max }: PromptLengths,
     bytes_max: usize,
 ) -> Result<Encoded, RequestError> {
     let field = source.field();
@@ -369,7 +404,7 @@ fn encode(
     };
     let check_length = |prompt: &str| {
         let at_least = tokenizer.tokens_at_least(prompt);
-        if at_least as u64 > u64::from(tokens_max) {
+        if kept_max.is_none() && at_least as u64 > u64::from(tokens_max) {
             let problem = format!("has at least {at_least} tokens; allowed: at most {tokens_max}");
             return Err(FieldError::new(field, problem));
         }

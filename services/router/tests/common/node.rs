@@ -102,6 +102,7 @@ pub(crate) struct State {
     skip: AtomicU64,
     grammar_version: AtomicU32,
     pooling: AtomicBool,
+    sampling_version: AtomicU32,
     adapters: Mutex<Vec<Adapter>>,
     cpu_fallback: Mutex<String>,
     secret: Mutex<ClusterSecret>,
@@ -485,6 +486,7 @@ impl State {
             cpu_fallback: self.cpu_fallback.lock().unwrap().clone(),
             peer_tag: vec![1; 32].into(),
             pooling: self.pooling.load(Ordering::SeqCst),
+            sampling_version: self.sampling_version.load(Ordering::SeqCst),
             adapters: self.adapters.lock().unwrap().clone(),
         }
     }
@@ -548,6 +550,7 @@ impl ScriptedNode {
             open: AtomicUsize::new(0),
             grammar_version: AtomicU32::new(4),
             pooling: AtomicBool::new(true),
+            sampling_version: AtomicU32::new(1),
             adapters: Mutex::default(),
             cpu_fallback: Mutex::default(),
             secret: Mutex::new(ClusterSecret::new(SECRET).unwrap()),
@@ -618,6 +621,11 @@ impl ScriptedNode {
 
     pub(crate) fn announce_no_pooling(&self) {
         self.state.pooling.store(false, Ordering::SeqCst);
+    }
+
+    /// Announces the sampling version in the node's record, for later observers.
+    pub(crate) fn announce_sampling(&self, version: u32) {
+        self.state.sampling_version.store(version, Ordering::SeqCst);
     }
 
     /// Sets the reason for the CPU in the node's record, for later observers.

@@ -63,6 +63,7 @@ impl Router {
             grammar_version: u32::from(plan.grammar.is_some()),
             cache_salt: plan.cache_salt.as_str().into(),
             session,
+            priority: 0,
             vocabulary_size: VOCABULARY,
             deadline,
         };
@@ -115,6 +116,8 @@ fn wire_sampling(plan: &RequestPlan) -> v1::Sampling {
         pooling: None,
         prompt_logprobs: sampling.prompt_logprobs,
         logit_bias: Vec::new(),
+        allowed_token_ids: Vec::new(),
+        bad_words: Vec::new(),
         max_tokens: plan.max_tokens,
         ignore_stop_tokens: plan.ignore_stop_tokens,
     }

@@ -132,7 +132,7 @@ labels! {
         NoneNoPartner = "none" / "no_partner",
         /// Every decode node has failed the request.
         NoneExcluded = "none" / "excluded",
-        /// No decode node takes the request: its length, its grammar or its pooling.
+        /// No decode node takes the request: its length, grammar, sampling or pooling.
         NoneUnfit = "none" / "unfit",
         NoneNoDecodeNode = "none" / "no_decode_node",
     }

@@ -197,6 +197,8 @@ fn refusal(admitted: &AdmittedRow) -> Option<RowFailure> {
     for (field, is_given) in [
         ("prompt_logprobs", sampling.prompt_logprobs.is_some()),
         ("logit_bias", !sampling.logit_bias.is_empty()),
+        ("allowed_token_ids", !sampling.allowed_token_ids.is_empty()),
+        ("bad_words", !sampling.bad_words.is_empty()),
     ] {
         if is_given {
             return refused(format!("{field} is not supported on a GPU; expected a node on a CPU"));
@@ -343,6 +345,8 @@ mod tests {
             Sampling { logprobs: Some(33), ..Sampling::greedy() },
             Sampling { prompt_logprobs: Some(0), ..Sampling::greedy() },
             Sampling { logit_bias: vec![(1, 2.0)], ..Sampling::greedy() },
+            Sampling { allowed_token_ids: vec![1], ..Sampling::greedy() },
+            Sampling { bad_words: vec![vec![1]], ..Sampling::greedy() },
             Sampling {
                 min_tokens: 1,
                 stop_token_ids: vec![1; STOP_TOKENS_MAX + 1],

@@ -18,8 +18,8 @@ use crate::{
     },
     request::{
         options::{
-            CACHE_SALT_BYTES_MAX, CHOICES, LOGIT_BIASES_MAX, LOGPROBS, MIN_P, PENALTY,
-            REPETITION_PENALTY, SEED, STOP_TOKENS_MAX, TEMPERATURE, TOKENS, TOP_K, TOP_P,
+            ALLOWED_TOKENS_MAX, CACHE_SALT_BYTES_MAX, CHOICES, LOGIT_BIASES_MAX, LOGPROBS, MIN_P,
+            PENALTY, REPETITION_PENALTY, SEED, STOP_TOKENS_MAX, TEMPERATURE, TOKENS, TOP_K, TOP_P,
         },
         tools::{NAME_BYTES_MAX, TOOLS_MAX},
     },
@@ -177,6 +177,17 @@ pub(super) struct Sampling {
     /// Values from -100 to 100 by token id, which are added to the logits of the tokens.
     #[schemars(extend("maxProperties" = LOGIT_BIASES_MAX))]
     logit_bias: Option<HashMap<String, f32>>,
+    /// The only tokens that may be sampled. Empty: every token.
+    #[schemars(length(max = ALLOWED_TOKENS_MAX), inner(range(max = u32::MAX)))]
+    allowed_token_ids: Option<Vec<u32>>,
+    /// Texts that the answer does not have, in their usual tokens; at most 4,096 bytes in all.
+    #[schemars(inner(length(min = 1)))]
+    bad_words: Option<Vec<String>>,
+    /// Keep only so many tokens of the prompt, the last ones; -1 keeps as many as the model takes.
+    #[schemars(extend("anyOf" = [{"const": -1}, {"type": "integer", "minimum": 1}, {"type": "null"}]))]
+    truncate_prompt_tokens: Option<i32>,
+    /// Requests of a lower number start earlier among the waiting requests of the same API key.
+    priority: Option<i32>,
     /// Stop strings: texts that end the answer.
     stop: Option<Stop>,
     /// Include the stop text in the answer.
