@@ -423,6 +423,10 @@ impl Cluster {
     /// Waits until the router's `/health` reports these numbers of serving nodes, and status 200
     /// unless `decode` is 0.
     pub async fn wait_nodes(&self, prefill: usize, decode: usize) -> Result<()> {
+        // Fluid nodes count in both roles.
+        let is_fluid = self.spec.settings.get("BATON_ROUTER_ROLES").is_some_and(|it| it == "fluid");
+        let all = prefill + decode;
+        let (prefill, decode) = if is_fluid { (all, all) } else { (prefill, decode) };
         let client = Client::new(self.http());
         let deadline = Instant::now() + READY_WITHIN;
         loop {

@@ -105,6 +105,26 @@ async fn decode_node_killed() -> Result<Duration> {
     Ok(complete)
 }
 
+/// With fluid roles the prefill node decodes while there is no decode node, and back.
+#[tokio::test]
+async fn fluid_cluster_loses_no_token_with_its_only_decode_or_prefill_node() -> Result<()> {
+    let spec = ClusterSpec::smollm2().set("BATON_ROUTER_ROLES", "fluid");
+    let (mut cluster, client) = Cluster::start_with_client(spec).await?;
+    let hit = Begun::new(&client, "chat_template").await?;
+    cluster.decode[0].kill();
+    assert_eq!(hit.end().await?.decode_node, cluster.prefill[0].name);
+    cluster.wait_nodes(1, 0).await?;
+    let run = longest();
+    assert_eq!(client.greedy(&run.prompt_ids, 8).await?, run.output_ids[..8]);
+    cluster.restart_decode(0)?;
+    cluster.wait_nodes(1, 1).await?;
+    let hit = Begun::new(&client, "code").await?;
+    cluster.prefill[0].kill();
+    assert_eq!(hit.end().await?.decode_node, cluster.decode[0].name);
+    cluster.restart_prefill(0)?;
+    cluster.stop()
+}
+
 /// The router cannot observe a node with another secret. It logs the reason and uses the other
 /// nodes.
 #[tokio::test]

@@ -195,6 +195,8 @@ fn node_record() -> v1::NodeRecord {
         peer_tag: Bytes::from_static(&[1; 32]),
         pooling: false,
         adapters: Vec::new(),
+        both_roles: false,
+        sampling_version: 0,
     }
 }
 

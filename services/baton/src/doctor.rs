@@ -234,8 +234,8 @@ impl DoctorReport {
             // The defaults of a CPU do not depend on the model.
             (None, _) => (NodeDevice::Cpu, ModelSizes { weights: 0, activations: 0, kv: 0 }),
         };
-        for (role, decodes) in [("prefill", false), ("decode", true)] {
-            let node = NodeTraits { device, decodes, model, set: SetValues::default() };
+        for (role, prefers_decode) in [("prefill", false), ("decode", true)] {
+            let node = NodeTraits { device, prefers_decode, model, set: SetValues::default() };
             match defaults::derive(&node, None) {
                 Ok(defaults) => {
                     self.defaults.push(RoleDefaults { role, settings: defaults.reasons });

@@ -18,7 +18,7 @@ use std::{
 use anyhow::{Context, Result, anyhow, ensure};
 use clap::Args;
 use cluster::Selection;
-use config::{Disaggregate, NodePolicy};
+use config::{Disaggregate, NodePolicy, Roles};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 use simulation::{ReplayConfig, ReplayOutcome, TraceRequest};
@@ -63,6 +63,9 @@ pub struct ReplayArgs {
     /// Whether decode nodes may prefill (router.disaggregate): auto, always or never.
     #[arg(long, default_value = "auto", value_parser = parse_disaggregate)]
     disaggregate: Disaggregate,
+    /// Whether the nodes' roles are preferences only (router.roles): fixed or fluid.
+    #[arg(long, default_value = "fixed", value_parser = parse_roles)]
+    roles: Roles,
     /// Number of requests to replay, from the start of the trace.
     #[arg(long, default_value_t = 1_000_000, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     requests: u32,
@@ -124,6 +127,10 @@ pub struct ReplayArgs {
 
 fn parse_policy(text: &str) -> Result<NodePolicy, String> {
     NodePolicy::parse(text).ok_or_else(|| format!("expected {}", NodePolicy::WORDS.join(", ")))
+}
+
+fn parse_roles(text: &str) -> Result<Roles, String> {
+    Roles::parse(text).ok_or_else(|| format!("expected {}", Roles::WORDS.join(", ")))
 }
 
 fn parse_disaggregate(text: &str) -> Result<Disaggregate, String> {
@@ -295,7 +302,7 @@ impl ReplayArgs {
         ReplayConfig {
             prefill: self.prefill.into(),
             decode: self.decode.into(),
-            selection: Selection { disaggregate: self.disaggregate, policy },
+            selection: Selection { disaggregate: self.disaggregate, roles: self.roles, policy },
             step_cost: cost.steps,
             links: cost.links,
             chunk_blocks: cost.chunk_blocks,

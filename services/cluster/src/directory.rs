@@ -41,6 +41,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use config::Roles;
 use proto::v1;
 
 use crate::{Epoch, MemberChange, NodeAddress, NodeRecord, RecordError, Role, backoff::Jitter};
@@ -257,19 +258,26 @@ impl Directory {
         self.members.values()
     }
 
-    /// Returns the records of this role's nodes that can be picked: up and not draining.
+    /// Returns whether the node takes the calls of this role, as far as its record is known.
+    pub fn takes(&self, member: &Member, role: Role) -> bool {
+        let takes_both = || member.record().is_some_and(|record| record.both_roles);
+        member.address.role == role || (self.selection.roles == Roles::Fluid && takes_both())
+    }
+
+    /// Returns the records of the nodes that take the calls of this role and can be picked: up and
+    /// not draining.
     pub fn serving(&self, role: Role) -> impl Iterator<Item = &NodeRecord> {
         self.members.values().filter_map(move |member| {
             let seen = member.serving()?;
-            (member.address.role == role).then_some(&*seen.record)
+            self.takes(member, role).then_some(&*seen.record)
         })
     }
 
-    /// Returns the number of decode nodes of this model that can be picked and are not paused.
+    /// Returns the number of nodes of this model that decode, can be picked and are not paused.
     pub fn running_decode_nodes(&self, model: &str) -> usize {
         let runs = |member: &&Member| {
             let serves = |seen: &Seen| seen.record.model == model && !seen.is_paused();
-            member.address.role == Role::Decode && member.serving().is_some_and(serves)
+            self.takes(member, Role::Decode) && member.serving().is_some_and(serves)
         };
         self.members.values().filter(runs).count()
     }

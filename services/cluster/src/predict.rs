@@ -13,11 +13,11 @@
 //! A router predicts each option from the reports of its nodes ([`hand_over`], [`local`]):
 //!
 //! ```text
-//! time to first token = time of the queued prompts (on a decode node at least of the decode steps
-//!        in flight) + the prompt's own steps + wait for free blocks
+//! time to first token = time of the queued prompts (on a node that decodes at least of the decode
+//!        steps in flight) + the prompt's own steps + wait for free blocks
 //! gap      = transfer time that prefill steps do not overlap (hand-over only)
-//! slowdown = decoding rows * time by which the prompt lengthens their steps (decode node prefills
-//!            only)
+//! slowdown = rows that decode on the node of the prefill * time by which the prompt lengthens
+//!            their steps
 //! decode   = the first 32 tokens of the answer
 //!            + running and waiting rows * time by which the new row lengthens their steps
 //! evict    = prefill time of one token per block that the decode node lacks, because it may evict
@@ -187,7 +187,8 @@ impl NodeState {
 
     /// Returns the part of the cost of a hand-over that depends on this prefill node alone.
     pub fn prefill_part_ms(&self, prompt: &Prompt) -> f64 {
-        self.queue_ms + self.prompt_ms(prompt) + prompt.blocks_ms
+        let own = local(self, prompt, 0);
+        own.ttft_ms() + own.slowdown_ms
     }
 
     /// Returns the part of the cost of a hand-over that depends on this decode node alone.
@@ -263,23 +264,21 @@ pub fn hand_over(
     new_tokens_max: u32,
 ) -> Prediction {
     let (node, prompt) = prefill;
+    let own = local(node, prompt, 0);
     let steps = node.prompt_steps(prompt);
-    let prompt_ms = node.prompt_ms(prompt);
+    let prompt_ms = own.prompt_ms;
     // The KV of a step is sent while the next step is computed, so one step's KV is never
     // overlapped.
     let transfer_ms = transfer_token_ms * decode.1.uncached_tokens;
     let transfer_gap_ms =
         (transfer_ms / steps).max(transfer_ms - prompt_ms * (steps - 1.0) / steps);
     Prediction {
-        queue_ms: node.queue_ms,
-        prompt_ms,
         // The first token waits for the reservation of both nodes' blocks.
         blocks_ms: prompt.blocks_ms.max(decode.1.blocks_ms),
         transfer_gap_ms,
-        slowdown_ms: 0.0,
         decode_ms: decode.0.decode_ms(prompt.tokens(), new_tokens_max),
         evict_ms: decode.1.evict_ms,
-        exceeds_itl_max: false,
+        ..own
     }
 }
 

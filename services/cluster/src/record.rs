@@ -14,7 +14,7 @@ const BLOCKS_MAX: u32 = 1 << 24;
 const PEER_TAG_BYTES: usize = 32;
 const BLOCK_TOKENS_MAX: u32 = 1024;
 
-/// The part of a request that a node serves.
+/// The part of a request that a node serves, or prefers to serve (`router.roles`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Role {
     /// Prefills prompts and sends KV.
@@ -144,6 +144,8 @@ pub struct NodeRecord {
     pub sampling_version: u32,
     /// LoRA adapters of the model, at most 64.
     pub adapters: Vec<Adapter>,
+    /// Whether the node serves the calls of both roles.
+    pub both_roles: bool,
 }
 
 /// LoRA adapter that a node has loaded.
@@ -215,6 +217,7 @@ impl TryFrom<v1::NodeRecord> for NodeRecord {
             pooling: wire.pooling,
             sampling_version: wire.sampling_version,
             adapters: adapters(wire.adapters)?,
+            both_roles: wire.both_roles,
         })
     }
 }
@@ -238,6 +241,7 @@ impl From<&NodeRecord> for v1::NodeRecord {
             pooling: record.pooling,
             sampling_version: record.sampling_version,
             adapters: record.adapters.iter().map(Into::into).collect(),
+            both_roles: record.both_roles,
         }
     }
 }
@@ -329,6 +333,7 @@ mod tests {
             pooling: true,
             sampling_version: 1,
             adapters: vec![Adapter { name: "sql-1.0".into(), content_hash: 9 }],
+            both_roles: true,
         }
     }
 

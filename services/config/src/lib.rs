@@ -50,6 +50,7 @@ pub use section::Setting;
 pub use types::{
     Auto, ByteSize, CpuList, Device, Disaggregate, Dtype, EtcdPrefix, GrpcUrl, HubModel, Isa,
     LoadFormat, LogFormat, ModelPath, NodePolicy, NodeUrl, Origin, Pair, Password,
-    ReasoningFormatName, Secret, ServerUrl, SpecialTokensInContent, Speculate, TierAdmission,
-    ToolFormatName, Transport, WeightPlace, format_duration, parse_duration, parts_of,
+    ReasoningFormatName, Roles, Secret, ServerUrl, SpecialTokensInContent, Speculate,
+    TierAdmission, ToolFormatName, Transport, WeightPlace, format_duration, parse_duration,
+    parts_of,
 };

@@ -11,7 +11,7 @@ use crate::{
     types::{
         Auto, ByteSize, CpuList, Device, Disaggregate, Dtype, EtcdPrefix, Isa, LoadFormat,
         LogFormat, ModelPath, NodePolicy, NodeUrl, Origin, Pair, Password, ReasoningFormatName,
-        Secret, ServerUrl, SpecialTokensInContent, Speculate, TierAdmission, ToolFormatName,
+        Roles, Secret, ServerUrl, SpecialTokensInContent, Speculate, TierAdmission, ToolFormatName,
         Transport, WeightPlace,
     },
 };
@@ -144,6 +144,10 @@ section! {
         /// decode node.
         disaggregate: Disaggregate = Disaggregate::Auto,
             "A fixed split leaves an idle decode node unused while prompts queue at the prefill node.";
+        /// Meaning of the nodes' roles. fixed: prefill nodes prefill, decode nodes decode. fluid: the
+        /// roles are preferences, and each node prefills and decodes what predictions give it.
+        roles: Roles = Roles::Fixed,
+            "Roles became fluid in this release; they stay fixed until measurements on GPUs favour the change.";
         /// Choice among the nodes of a role: predicted takes the nodes with the lowest predicted
         /// waiting time of clients, cache-aware the least work in uncached prompt tokens,
         /// least-load the fewest requests, round-robin each node in turn.

@@ -16,8 +16,8 @@ mod url;
 pub use auto::Auto;
 pub use byte_size::ByteSize;
 pub use choice::{
-    Device, Disaggregate, Dtype, Isa, LoadFormat, LogFormat, NodePolicy, SpecialTokensInContent,
-    Speculate, TierAdmission, Transport, WeightPlace,
+    Device, Disaggregate, Dtype, Isa, LoadFormat, LogFormat, NodePolicy, Roles,
+    SpecialTokensInContent, Speculate, TierAdmission, Transport, WeightPlace,
 };
 pub use cpu_list::CpuList;
 pub use duration::{format_duration, parse_duration};

@@ -106,8 +106,8 @@ impl ModelSizes {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NodeTraits {
     pub device: NodeDevice,
-    /// Whether the node decodes; a prefill node does not.
-    pub decodes: bool,
+    /// Whether the node mostly decodes; a prefill node mostly prefills.
+    pub prefers_decode: bool,
     pub model: ModelSizes,
     /// Values that the operator set.
     pub set: SetValues,
@@ -181,7 +181,7 @@ pub enum DefaultsError {
 impl NodeTraits {
     /// Returns whether [`derive()`] uses step times.
     pub fn needs_step_times(&self) -> bool {
-        self.decodes && (self.device != NodeDevice::Cpu || self.set.itl_max.is_some())
+        self.device != NodeDevice::Cpu || self.set.itl_max.is_some()
     }
 }
 
@@ -208,7 +208,9 @@ pub fn derive(node: &NodeTraits, times: Option<&StepTimes>) -> Result<Defaults, 
         // A prompt takes longer in smaller steps, because each step attends to all KV before it. So
         // a prefill node takes the largest step. On a decode node a prompt also waits for the step
         // in flight, so a decode node takes the smallest step of full throughput.
-        (NodeDevice::Gpu { .. }, Some(times)) if node.decodes && set.step_tokens.is_none() => {
+        (NodeDevice::Gpu { .. }, Some(times))
+            if node.prefers_decode && set.step_tokens.is_none() =>
+        {
             full_step(times)
         }
         _ => (step_tokens_max, bound),
@@ -240,13 +242,11 @@ pub fn derive(node: &NodeTraits, times: Option<&StepTimes>) -> Result<Defaults, 
     note("node.waiting_max", &waiting_max, set.waiting_max.is_some(), why);
 
     let itl = match times {
-        Some(times) if node.decodes => itl_limit(node, times, step_tokens)?,
-        _ => None,
+        Some(times) => itl_limit(node, times, step_tokens)?,
+        None => None,
     };
-    if node.decodes {
-        let (value, why) = itl_reason(itl.as_ref(), node);
-        note("node.itl_max", &value, set.itl_max.is_some(), why);
-    }
+    let (value, why) = itl_reason(itl.as_ref(), node);
+    note("node.itl_max", &value, set.itl_max.is_some(), why);
 
     let (bytes, why) = match node.device {
         NodeDevice::Cpu => (CPU_TRANSFER_BYTES, "2 ms at 2 GB/s, so that transfers overlap steps"),
@@ -447,8 +447,8 @@ mod tests {
     /// 90 % of an H200 less the reserve.
     const H200: NodeDevice = NodeDevice::Gpu { memory_bytes: 125 * GIB };
 
-    fn node(device: NodeDevice, decodes: bool, model: ModelSizes) -> NodeTraits {
-        NodeTraits { device, decodes, model, set: SetValues::default() }
+    fn node(device: NodeDevice, prefers_decode: bool, model: ModelSizes) -> NodeTraits {
+        NodeTraits { device, prefers_decode, model, set: SetValues::default() }
     }
 
     fn with(device: NodeDevice, set: SetValues) -> NodeTraits {
@@ -473,15 +473,14 @@ mod tests {
 
     #[test]
     fn cpu_defaults_do_not_depend_on_role_and_model() {
-        for decodes in [false, true] {
+        for prefers_decode in [false, true] {
             for model in [SIZES_8B, SIZES_1B] {
-                let defaults = derive(&node(NodeDevice::Cpu, decodes, model), None).unwrap();
+                let defaults = derive(&node(NodeDevice::Cpu, prefers_decode, model), None).unwrap();
                 let Defaults { step_tokens, chunk_tokens, slots, waiting_max, .. } = defaults;
                 assert_eq!((step_tokens, chunk_tokens, slots, waiting_max), (512, 256, 64, 256));
                 assert_eq!((defaults.step_tokens_max, defaults.transfer_bytes), (512, 4 << 20));
                 assert_eq!(defaults.itl, None);
-                let keys = 5 + usize::from(decodes);
-                assert_eq!(defaults.reasons.len(), keys, "only a decode node has an itl_max");
+                assert_eq!(defaults.reasons.len(), 6);
             }
         }
     }
@@ -607,7 +606,7 @@ mod tests {
              at least 5ms"
         );
         // A prefill node ignores it, and a CPU has none by default.
-        let prefill = NodeTraits { decodes: false, ..with(H200, set(1)) };
+        let prefill = NodeTraits { prefers_decode: false, ..with(H200, set(1)) };
         assert_eq!(derive(&prefill, Some(&times)).unwrap().itl, None);
         let cpu = |set| derive(&with(NodeDevice::Cpu, set), Some(&times)).unwrap().itl;
         assert_eq!(cpu(SetValues::default()), None);

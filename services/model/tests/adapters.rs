@@ -37,7 +37,7 @@ fn base(name: &str) -> Checkpoint {
 
 /// Returns reproducible numbers between -0.25 and 0.25.
 fn numbers(seed: usize, count: usize) -> Vec<f32> {
-    let number = |i: usize| ((i * 7919 + seed * 104_729 + 13) * 2_654_435_761 >> 7) % 1000;
+    let number = |i: usize| (((i * 7919 + seed * 104_729 + 13) * 2_654_435_761) >> 7) % 1000;
     (0..count).map(|i| number(i) as f32 / 2000.0 - 0.25).collect()
 }
 

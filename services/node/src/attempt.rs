@@ -540,7 +540,7 @@ mod tests {
             ..v1::Peer::default()
         };
         let met = |node_epoch: u128, peers| {
-            let request = v1::MeetRequest { node_epoch: bytes(node_epoch), peers };
+            let request = v1::MeetRequest { node_epoch: bytes(node_epoch), peers, sends: false };
             meet_peers(request, &LIMITS).map_err(|refusal| refusal.to_string())
         };
         let good = || peer(9, "tcp://127.0.0.1:5555");

@@ -94,11 +94,8 @@ impl NodeService {
         }
     }
 
-    /// Rejects a call of the other role, and every call after SIGTERM.
-    fn check_open(&self, role: Role, method: &'static str) -> Result<(), Refusal> {
-        if self.role != role {
-            return Err(Refusal::OtherRole { own: self.role.as_str(), method });
-        }
+    /// Rejects every call after SIGTERM.
+    fn check_open(&self) -> Result<(), Refusal> {
         if self.draining.is_cancelled() {
             return Err(Refusal::Draining);
         }
@@ -109,14 +106,13 @@ impl NodeService {
     /// connection and `authentication` checks the call's token.
     async fn attempt<R, T>(
         &self,
-        (role, method): (Role, &'static str),
         (field, peer): (&'static str, Option<v1::Peer>),
         request: Request<R>,
         checked: fn(R, String, &AttemptLimits, Instant) -> Result<NewAttempt, Refusal>,
         message: fn(Reply) -> Option<T>,
     ) -> Result<Response<MessageStream<T>>, Status> {
-        // 1. The node serves this method, and the peer of the transfer is a member.
-        self.check_open(role, method)?;
+        // 1. The node does not end, and the peer of the transfer is a member.
+        self.check_open()?;
         self.check_member(field, peer.as_ref())?;
         // 2. Every field is valid.
         let traceparent = traceparent(request.metadata());
@@ -144,7 +140,7 @@ impl node_server::Node for NodeService {
     ) -> Result<Response<Self::PrefillStream>, Status> {
         let peer = ("decode", request.get_ref().decode.clone());
         let checked = NewAttempt::send;
-        self.attempt((Role::Prefill, "Prefill"), peer, request, checked, wire::prefill_event).await
+        self.attempt(peer, request, checked, wire::prefill_event).await
     }
 
     async fn decode(
@@ -152,12 +148,8 @@ impl node_server::Node for NodeService {
         request: Request<v1::DecodeRequest>,
     ) -> Result<Response<Self::DecodeStream>, Status> {
         let peer = ("prefill", request.get_ref().prefill.clone());
-        // A prefill node computes pooled values too: their attempts end with the prompt.
-        let sampling = request.get_ref().attempt.as_ref().and_then(|it| it.sampling.as_ref());
-        let pools = sampling.is_some_and(|it| it.pooling.is_some()) && peer.1.is_none();
-        let role = if pools { self.role } else { Role::Decode };
         let checked = NewAttempt::receive_or_compute;
-        self.attempt((role, "Decode"), peer, request, checked, wire::decode_event).await
+        self.attempt(peer, request, checked, wire::decode_event).await
     }
 
     async fn meet(
@@ -167,8 +159,8 @@ impl node_server::Node for NodeService {
         for peer in &request.get_ref().peers {
             self.check_member("peers", Some(peer))?;
         }
+        let sends = self.role == Role::Prefill || request.get_ref().sends;
         let peers = attempt::meet_peers(request.into_inner(), &self.limits)?;
-        let sends = self.role == Role::Prefill;
         let (guard, mut over) = mpsc::channel::<Infallible>(1);
         let guard: ConnectGuard = Arc::new(guard);
         let connect = |peer| transfer::Command::Connect { peer, sends, guard: Some(guard.clone()) };
@@ -273,7 +265,7 @@ impl From<Refusal> for Status {
             Refusal::Busy { .. } => Code::ResourceExhausted,
             Refusal::Draining => Code::Unavailable,
             Refusal::Duplicate { .. } => Code::AlreadyExists,
-            Refusal::OtherEpoch { .. } | Refusal::OtherRole { .. } => Code::FailedPrecondition,
+            Refusal::OtherEpoch { .. } => Code::FailedPrecondition,
             Refusal::OtherWeights { .. }
             | Refusal::OtherAdapter { .. }
             | Refusal::WeightsChanged => Code::Aborted,
@@ -345,7 +337,8 @@ mod tests {
                 peer
             };
             let node_epoch = LIMITS.epoch.to_bytes().to_vec().into();
-            let request = v1::MeetRequest { node_epoch, peers: vec![peer(1), peer(2)] };
+            let request =
+                v1::MeetRequest { node_epoch, peers: vec![peer(1), peer(2)], sends: false };
             node_server::Node::meet(&service, Request::new(request))
         };
         let guards = || match commands.try_recv() {

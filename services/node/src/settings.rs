@@ -169,7 +169,7 @@ pub(crate) fn node_traits(
     };
     Ok(NodeTraits {
         device,
-        decodes: role == Role::Decode,
+        prefers_decode: role == Role::Decode,
         model: sizes,
         set: SetValues {
             step_tokens: node.step_tokens.set(),

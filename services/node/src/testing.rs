@@ -49,5 +49,6 @@ pub(crate) fn record() -> NodeRecord {
         pooling: false,
         sampling_version: 0,
         adapters: Vec::new(),
+        both_roles: true,
     }
 }

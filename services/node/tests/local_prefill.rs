@@ -578,7 +578,7 @@ async fn stranger_learns_and_changes_nothing() {
     let peer = v1::Peer { control_endpoint, ..side.peer.clone() };
     let attempt = side.addressed(&attempt(&dummy_prompt(20, 1), 5));
     let decode = v1::DecodeRequest { attempt: Some(attempt), prefill: Some(peer.clone()) };
-    let meet = v1::MeetRequest { node_epoch: node_epoch.clone(), peers: vec![peer] };
+    let meet = v1::MeetRequest { node_epoch: node_epoch.clone(), peers: vec![peer], sends: false };
     let prefill = v1::PrefillRequest::default();
     let pause = v1::PauseWeightsRequest { node_epoch, ..Default::default() };
 

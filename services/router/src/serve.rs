@@ -202,9 +202,9 @@ fn start_front(
         model: model.name.clone(),
         vocabulary_size: model.text.tokenizer().vocabulary_size(),
     });
-    let config::Router { disaggregate, policy, .. } = settings.router;
+    let config::Router { disaggregate, roles, policy, .. } = settings.router;
     let credentials = settings.nodes.clone();
-    let selection = Selection { disaggregate, policy };
+    let selection = Selection { disaggregate, roles, policy };
     // A random seed spreads the probes of several routers.
     let seed = random_bits()? as u64;
     let limits = RouterLimits::from(&settings.router);

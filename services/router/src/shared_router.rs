@@ -152,15 +152,18 @@ impl Drop for AdmittedRequest {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use config::{Disaggregate, NodePolicy};
+    use config::{Disaggregate, NodePolicy, Roles};
     use router_core::{Flow, RouterLimits};
 
     use super::*;
 
     /// Returns a router without nodes that admits this many answers.
     pub(crate) fn router(requests_max: u32) -> SharedRouter {
-        let selection =
-            cluster::Selection { disaggregate: Disaggregate::Auto, policy: NodePolicy::Predicted };
+        let selection = cluster::Selection {
+            disaggregate: Disaggregate::Auto,
+            roles: Roles::Fixed,
+            policy: NodePolicy::Predicted,
+        };
         let limits = RouterLimits { requests_max, waiting_max: 8 };
         SharedRouter::new(RouterCore::new(1, selection, limits))
     }

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use cluster::{Role, Selection};
-use config::{Disaggregate, NodePolicy};
+use config::{Disaggregate, NodePolicy, Roles};
 use engine::{SchedulerConfig, executor::ExecutorLimits};
 use kv_transfer::{TransferLimits, config::LEASE};
 
@@ -50,7 +50,11 @@ fn request(index: u32) -> RequestPlan {
 /// killed at `killed_at`.
 fn scenario(killed_at: Duration, resets_connections: bool) -> Scenario {
     let restart_after = Duration::from_secs(8);
-    let selection = Selection { disaggregate: Disaggregate::Always, policy: NodePolicy::Predicted };
+    let selection = Selection {
+        disaggregate: Disaggregate::Always,
+        roles: Roles::Fixed,
+        policy: NodePolicy::Predicted,
+    };
     let nodes = [Role::Prefill, Role::Prefill, Role::Decode, Role::Decode].map(node).into();
     let requests = (0..4).map(request).collect();
     Scenario {

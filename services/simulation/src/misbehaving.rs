@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, time::Duration};
 
 use cluster::{Role, Selection};
-use config::{Disaggregate, NodePolicy};
+use config::{Disaggregate, NodePolicy, Roles};
 use engine::{SchedulerConfig, executor::ExecutorLimits};
 use kv_transfer::TransferLimits;
 
@@ -52,7 +52,11 @@ fn run(slow: Duration, bug: Option<PlantedBug>) -> Outcome {
     nodes.extend(vec![node(Role::Decode, STEP); 3]);
     nodes[BAD] = node(Role::Decode, slow);
     // Without predictions, which avoid a slow node by themselves.
-    let selection = Selection { disaggregate: Disaggregate::Always, policy: NodePolicy::LeastLoad };
+    let selection = Selection {
+        disaggregate: Disaggregate::Always,
+        roles: Roles::Fixed,
+        policy: NodePolicy::LeastLoad,
+    };
     let requests = (0..REQUESTS).map(request).collect();
     let scenario = Scenario::fault_free(selection, nodes, requests, Duration::from_micros(300));
     let mut simulation = Simulation::new(1, scenario, false);
@@ -96,7 +100,11 @@ fn slow_node_is_excluded_and_probed() {
 fn token_gap_of_others(decode: usize, fault: Option<Fault>) -> Duration {
     let mut nodes = vec![node(Role::Prefill, STEP); 2];
     nodes.extend(vec![node(Role::Decode, STEP); decode]);
-    let selection = Selection { disaggregate: Disaggregate::Always, policy: NodePolicy::LeastLoad };
+    let selection = Selection {
+        disaggregate: Disaggregate::Always,
+        roles: Roles::Fixed,
+        policy: NodePolicy::LeastLoad,
+    };
     let requests = (0..REQUESTS).map(request).collect();
     let times = [5, 10, 15, 20].map(Duration::from_secs);
     let faults = fault.iter().flat_map(|fault| times.map(|at| (at, *fault))).collect();

@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use cluster::{Role, Selection};
-use config::{Disaggregate, NodePolicy};
+use config::{Disaggregate, NodePolicy, Roles};
 use engine::{SchedulerConfig, executor::ExecutorLimits};
 use kv_transfer::TransferLimits;
 use simulation_base::Random;
@@ -86,7 +86,11 @@ impl Run {
 /// Returns a scenario of `pairs` prefill and `pairs` decode nodes with these requests.
 fn scenario(pairs: usize, requests: Vec<RequestPlan>) -> Scenario {
     let roles = [Role::Prefill, Role::Decode].into_iter().flat_map(|role| vec![role; pairs]);
-    let selection = Selection { disaggregate: Disaggregate::Auto, policy: NodePolicy::Predicted };
+    let selection = Selection {
+        disaggregate: Disaggregate::Auto,
+        roles: Roles::Fixed,
+        policy: NodePolicy::Predicted,
+    };
     let nodes = roles.map(node).collect();
     Scenario::fault_free(selection, nodes, requests, Duration::from_micros(300))
 }

@@ -133,6 +133,7 @@ impl Process {
             pooling: false,
             sampling_version: SAMPLING_VERSION,
             adapters: Vec::new(),
+            both_roles: true,
         };
         let seeds = identity::cache_seeds(&identity);
         let scheduler = Scheduler::new(plan.scheduler, seeds).expect("the plan is consistent");

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use cluster::{Role, Selection};
-use config::{Disaggregate, NodePolicy};
+use config::{Disaggregate, NodePolicy, Roles};
 use kv_transfer::config::LEASE;
 
 use crate::{
@@ -28,7 +28,11 @@ fn scenario(streams: u32, at: Duration, fault: Fault) -> Scenario {
         max_tokens: 100,
         ..request(index)
     };
-    let selection = Selection { disaggregate: Disaggregate::Always, policy: NodePolicy::Predicted };
+    let selection = Selection {
+        disaggregate: Disaggregate::Always,
+        roles: Roles::Fixed,
+        policy: NodePolicy::Predicted,
+    };
     let nodes = [Role::Prefill, Role::Prefill, Role::Decode, Role::Decode];
     let nodes = nodes.map(|role| node(role, STEP)).into();
     let requests = (0..streams).map(stream).collect();

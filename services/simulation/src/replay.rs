@@ -214,7 +214,7 @@ impl ReplayConfig {
         };
         let StepCost { prefill, decode, .. } = self.step_cost;
         let time = |ms: f64| Duration::from_secs_f64(ms / 1e3);
-        let itl = (role == Role::Decode).then(|| ItlLimit {
+        let itl = Some(ItlLimit {
             max: self.itl_max,
             decode: time(decode.step_ms + decode.row_ms),
             prefill: time(prefill.step_ms),
@@ -266,7 +266,7 @@ impl ReplayConfig {
 
 #[cfg(test)]
 mod tests {
-    use config::{Disaggregate, NodePolicy};
+    use config::{Disaggregate, NodePolicy, Roles};
 
     use super::*;
 
@@ -277,6 +277,7 @@ mod tests {
             decode: 1,
             selection: Selection {
                 disaggregate: Disaggregate::Always,
+                roles: Roles::Fixed,
                 policy: NodePolicy::Predicted,
             },
             step_cost: StepCost::linear(Duration::from_millis(4), Duration::from_micros(20)),

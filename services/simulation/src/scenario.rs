@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use cluster::{NodeAddress, Role, Selection};
-use config::{Disaggregate, NodePolicy};
+use config::{Disaggregate, NodePolicy, Roles};
 use engine::{
     SchedulerConfig,
     executor::{ExecutorLimits, Speculation},
@@ -295,6 +295,12 @@ impl Scenario {
                 Disaggregate::Always,
                 Disaggregate::Never,
             ]),
+            // Drawn apart, so that the seeds keep their other draws. Nodes with hardly any KV
+            // memory that prefill for each other may refuse requests (docs/limits.md).
+            roles: match severity.must_complete() {
+                true => Roles::Fixed,
+                false => Random::new(!seed).pick(&[Roles::Fixed, Roles::Fluid]),
+            },
             policy: random.pick(&[
                 NodePolicy::Predicted,
                 NodePolicy::Predicted,

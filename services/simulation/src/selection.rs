@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use cluster::{Role, Selection};
-use config::{Disaggregate, NodePolicy};
+use config::{Disaggregate, NodePolicy, Roles};
 use engine::{ItlLimit, SchedulerConfig, executor::ExecutorLimits};
 use kv_transfer::TransferLimits;
 use simulation_base::Random;
@@ -19,8 +19,11 @@ const STEP: Duration = Duration::from_millis(8);
 const TOKEN: Duration = Duration::from_micros(100);
 /// Steps of a prefill node: a prompt of 256 tokens takes two steps of 20.8 ms.
 const CHUNK_TOKENS: u32 = 128;
-const AUTO: Selection =
-    Selection { disaggregate: Disaggregate::Auto, policy: NodePolicy::Predicted };
+const AUTO: Selection = Selection {
+    disaggregate: Disaggregate::Auto,
+    roles: Roles::Fixed,
+    policy: NodePolicy::Predicted,
+};
 
 fn node(role: Role, itl_max: Option<Duration>) -> NodePlan {
     let limits = ExecutorLimits {
@@ -32,7 +35,7 @@ fn node(role: Role, itl_max: Option<Duration>) -> NodePlan {
         vocabulary: VOCABULARY,
         speculation: None,
     };
-    let itl = itl_max.filter(|_| role == Role::Decode).map(|max| ItlLimit {
+    let itl = itl_max.map(|max| ItlLimit {
         max,
         decode: STEP + TOKEN,
         prefill: STEP,
@@ -165,7 +168,7 @@ fn two_equal_pairs_share_a_steady_load() {
 }
 
 #[test]
-fn auto_is_at_least_as_fast_as_the_better_fixed_split_and_starves_nobody() {
+fn auto_is_at_least_as_fast_as_the_better_fixed_split_and_nobody_starves() {
     // Utilization of one prefill node: 45, 75 and 105 %.
     for mean in [93, 56, 40] {
         let requests: Vec<_> = arrivals(3, 300, Duration::from_millis(mean))
@@ -174,20 +177,24 @@ fn auto_is_at_least_as_fast_as_the_better_fixed_split_and_starves_nobody() {
                 request(index, at, tokens, 24)
             })
             .collect();
-        let times = |disaggregate| {
-            let selection = Selection { disaggregate, ..AUTO };
+        let times = |selection| {
             let ttfts = ttfts(&run(3, selection, 1, None, requests.clone()).0);
             [150, 270, 299].map(|index| ttfts[index])
         };
-        let auto = times(Disaggregate::Auto);
-        let (always, never) = (times(Disaggregate::Always), times(Disaggregate::Never));
+        let fixed = |disaggregate| times(Selection { disaggregate, ..AUTO });
+        let (always, never) = (fixed(Disaggregate::Always), fixed(Disaggregate::Never));
+        let (auto, fluid) = (times(AUTO), times(Selection { roles: Roles::Fluid, ..AUTO }));
         eprintln!(
-            "mean {mean} ms: p50, p90, max: auto {auto:?}, always {always:?}, never {never:?}"
+            "mean {mean} ms: p50, p90, max: fluid {fluid:?}, auto {auto:?}, always {always:?}, \
+             never {never:?}"
         );
         let better = |index: usize| always[index].min(never[index]);
         assert!(auto[0] <= better(0).mul_f64(1.05), "{auto:?} {always:?} {never:?}");
         assert!(auto[1] <= better(1).mul_f64(1.10), "{auto:?} {always:?} {never:?}");
         assert!(auto[2] <= better(2).mul_f64(1.25), "{auto:?} {always:?} {never:?}");
+        // Fluid nodes accept a longer time to first token for shorter decode steps.
+        assert!(fluid[1] <= never[1], "{fluid:?} {never:?}");
+        assert!(fluid[2] <= better(2).mul_f64(1.25), "{fluid:?} {always:?} {never:?}");
     }
 }
 

@@ -3,14 +3,18 @@
 use std::time::Duration;
 
 use cluster::Selection;
-use config::{Disaggregate, NodePolicy};
+use config::{Disaggregate, NodePolicy, Roles};
 use simulation::{LinkCost, ReplayConfig, ReplayOutcome, StepCost, TraceRequest, replay};
 
 fn config(prefill: usize, decode: usize) -> ReplayConfig {
     ReplayConfig {
         prefill,
         decode,
-        selection: Selection { disaggregate: Disaggregate::Always, policy: NodePolicy::Predicted },
+        selection: Selection {
+            disaggregate: Disaggregate::Always,
+            roles: Roles::Fixed,
+            policy: NodePolicy::Predicted,
+        },
         step_cost: StepCost::linear(Duration::from_millis(4), Duration::from_micros(20)),
         links: LinkCost {
             connect: Duration::from_millis(10),

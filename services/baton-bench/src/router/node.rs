@@ -217,6 +217,7 @@ impl node_server::Node for Service {
             pooling: false,
             sampling_version: 0,
             adapters: Vec::new(),
+            both_roles: false,
             role: Role::Decode.into(),
             control_endpoint: "tcp://127.0.0.1:9".into(),
             model: MODEL.into(),

@@ -48,7 +48,7 @@ impl Directory {
             return None;
         }
         let role = Role::Decode;
-        let mut decode = self.members.values().filter(|member| member.address.role == role);
+        let mut decode = self.members.values().filter(|member| self.takes(member, role));
         let is_eligible = |member: &Member| {
             let misfit =
                 member.seen.as_ref().and_then(|seen| misfit(role, &seen.record, requirements));

@@ -112,19 +112,20 @@ impl Candidate<'_> {
             .saturating_add(self.missing_blocks() * MISSING_BLOCK_COST)
     }
 
-    /// Returns the node's state and the prompt on this node. `others`: costs of another node, which
-    /// replace missing measurements.
+    /// Returns the node's state and the prompt on this node. `decodes`: whether the node may decode
+    /// sequences. `others`: costs of another node, which replace missing measurements.
     pub(super) fn state(
         &self,
         now: Instant,
+        decodes: bool,
         others: (PrefillCosts, DecodeCosts),
     ) -> (NodeState, Prompt) {
         let costs = self.seen.step_costs.expect("costs are known only if every candidate reports");
         let load = &self.seen.load;
-        // A prefill node decodes nothing: its running sequences are prompts.
-        let (decoding, context_tokens, rows) = match self.role {
-            Role::Prefill => (0.0, 0.0, 0.0),
-            Role::Decode => {
+        // A node that only prefills decodes nothing: its running sequences are prompts.
+        let (decoding, context_tokens, rows) = match decodes {
+            false => (0.0, 0.0, 0.0),
+            true => {
                 let decoding = load.running.saturating_sub(load.prefilling).into();
                 (decoding, load.context_tokens as f64, self.rows() as f64)
             }

@@ -182,10 +182,15 @@ pub(super) fn misfit(
     if requirements.adapter.is_some_and(|hash| !has(hash)) {
         return Some(NoNode::NoAdapter { role });
     }
-    let sequence_max = record.sequence_tokens_max.saturating_sub(1);
+    let sequence_max = record.sequence_tokens_max;
+    // A node that decodes must have room for the whole answer: it would truncate a longer one.
+    let answer = match role {
+        Role::Prefill => 1,
+        Role::Decode => requirements.new_tokens_max.max(1),
+    };
     let lengths = [
         (requirements.prompt_tokens, record.prompt_tokens_max),
-        (requirements.tokens, sequence_max),
+        (requirements.tokens.saturating_add(answer), sequence_max),
     ];
     let (tokens, tokens_max) = lengths.into_iter().find(|(tokens, most)| tokens > most)?;
     Some(NoNode::TooLong { role, tokens, tokens_max })

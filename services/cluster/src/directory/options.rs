@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use config::NodePolicy;
+use config::{NodePolicy, Roles};
 
 use super::{
     Directory, NoNode, Placement,
@@ -15,9 +15,9 @@ use super::{
 };
 use crate::predict::{Prediction, hand_over, local};
 
-/// A decode node prefills a prompt only if that saves this fraction of its time to first token:
-/// more than the usual error of a prediction. Otherwise the choice on idle nodes would change with
-/// every measurement.
+/// With fixed roles, a decode node prefills a prompt only if that saves this fraction of its time
+/// to first token: more than the usual error of a prediction. Otherwise the choice on idle nodes
+/// would change with every measurement.
 const LOCAL_SAVING_MIN: f64 = 0.2;
 /// Predicted times that differ by less than this fraction are equal, so that equal nodes share the
 /// load.
@@ -44,6 +44,7 @@ impl Directory {
         let fits = |decode: &Candidate<'_>, prefill: &&Candidate<'_>| {
             // KV of less than one block is never transferred.
             requirements.tokens >= decode.seen.record.identity.block_size
+                && prefill.key != decode.key
                 && prefill.fits(decode)
                 && self.pair_admits(now, (prefill.key, decode.key))
         };
@@ -121,13 +122,15 @@ impl NodeOption<'_> {
         }
     }
 
-    /// Orders options of equal cost.
-    fn tie_rank(&self) -> (bool, usize, u64, u64) {
+    /// Orders options of equal cost. With fixed roles a pair comes first, with fluid roles the
+    /// option without a transfer.
+    fn tie_rank(&self, roles: Roles) -> (bool, usize, u64, u64) {
         let of = |field: fn(&Member) -> u64| self.prefill.map_or(0, |node| field(node.member));
         let in_flight =
             self.decode.member.in_flight + of(|member| member.in_flight as u64) as usize;
         let last_picked = self.decode.member.last_picked;
-        (self.prefill.is_none(), in_flight, last_picked, of(|member| member.last_picked))
+        let is_second = self.prefill.is_none() == (roles == Roles::Fixed);
+        (is_second, in_flight, last_picked, of(|member| member.last_picked))
     }
 }
 
@@ -155,16 +158,18 @@ fn joined_first<'a>(nodes: impl Iterator<Item = &'a Candidate<'a>>) -> Vec<&'a C
 }
 
 /// Returns the option of the lowest cost. Without predictions that is the first one.
-fn best<'a, 'b>(options: &'b [NodeOption<'a>]) -> &'b NodeOption<'a> {
+fn best<'a, 'b>(roles: Roles, options: &'b [NodeOption<'a>]) -> &'b NodeOption<'a> {
     let has_pair = options.iter().any(|option| option.prefill.is_some());
+    // A pair whose prefill node decodes nothing always keeps `itl_max`.
+    let keeps = |prediction: Prediction| !prediction.exceeds_itl_max;
+    let has_bounded = has_pair && options.iter().any(|it| it.prediction.is_some_and(keeps));
     let costs = options.iter().filter_map(|option| {
         let prediction = option.prediction.as_ref()?;
         let (ttft_ms, decode_ms) = (prediction.ttft_ms(), prediction.decode_ms);
         let is_local = option.prefill.is_none() && has_pair;
-        let margin_ms = if is_local { ttft_ms * LOCAL_SAVING_MIN } else { 0.0 };
-        // Only an option with a prefill node keeps `itl_max`. If there is no such option, a local
-        // one is allowed.
-        let is_allowed = !(is_local && prediction.exceeds_itl_max);
+        let must_save = is_local && roles == Roles::Fixed;
+        let margin_ms = if must_save { ttft_ms * LOCAL_SAVING_MIN } else { 0.0 };
+        let is_allowed = !(has_bounded && prediction.exceeds_itl_max);
         let error_ms = EQUAL_WITHIN * (ttft_ms + decode_ms / 2.0);
         is_allowed.then_some((option, prediction.cost_ms() + margin_ms, error_ms))
     });
@@ -172,7 +177,7 @@ fn best<'a, 'b>(options: &'b [NodeOption<'a>]) -> &'b NodeOption<'a> {
     let lowest = costs.iter().min_by(|a, b| a.1.total_cmp(&b.1));
     let Some((first, lowest_ms, error_ms)) = lowest else { return &options[0] };
     let equal = costs.iter().filter(|(_, cost_ms, _)| *cost_ms <= lowest_ms + error_ms);
-    equal.map(|(option, ..)| *option).min_by_key(|option| option.tie_rank()).unwrap_or(first)
+    equal.map(|(option, ..)| *option).min_by_key(|option| option.tie_rank(roles)).unwrap_or(first)
 }
 
 /// Returns the option of the lowest cost. If its queue of prompts is too long, returns the cheapest
@@ -182,11 +187,12 @@ fn best<'a, 'b>(options: &'b [NodeOption<'a>]) -> &'b NodeOption<'a> {
 /// waited as long as the costs differ. So a prefix is computed again when its node stays
 /// overloaded, and the wait at most doubles the extra cost.
 pub(super) fn startable<'a, 'b>(
+    roles: Roles,
     capacity: RequiredCapacity,
     waited: Duration,
     options: &'b [NodeOption<'a>],
 ) -> Result<&'b NodeOption<'a>, NoNode> {
-    let best = best(options);
+    let best = best(roles, options);
     let Err(mut busy) = capacity::check_prompt_queue(capacity, best) else { return Ok(best) };
     let tokens_max = WORK_MAX * best.uncached_tokens();
     let others = options.iter().filter_map(|option| {

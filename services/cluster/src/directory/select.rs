@@ -4,7 +4,9 @@
 //! Under the policy `predicted` the directory compares pairs and decode nodes by their predicted
 //! cost in milliseconds ([`predict`](crate::predict)). In a large cluster it compares the pairs of
 //! the 16 nodes of each role whose own part of the cost is lowest. Costs within the error of
-//! predictions are equal; among equal costs a prefill node comes first. Predictions require that a
+//! predictions are equal; among equal costs a prefill node comes first. With fluid roles every node
+//! is compared as prefill node and as decode node, and among equal costs the node that does both
+//! comes first, because it needs no transfer. Predictions require that a
 //! node has measured its steps, and that no node is of an older release, which reports no step
 //! times. Without predictions the directory follows the policy `cache-aware` and prefers a pair.
 //!
@@ -33,7 +35,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use config::{Disaggregate, NodePolicy};
+use config::{Disaggregate, NodePolicy, Roles};
 use proto::ids::TransferId;
 
 use super::{
@@ -54,6 +56,7 @@ const DAY_MS: f64 = 86_400_000.0;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Selection {
     pub disaggregate: Disaggregate,
+    pub roles: Roles,
     pub policy: NodePolicy,
 }
 
@@ -134,13 +137,19 @@ impl Directory {
         let costs = known_costs(&decode, &prefill);
         if let Some(costs) = costs {
             for node in decode.iter_mut().chain(&mut prefill) {
-                node.state = Some(node.state(now, costs));
+                let decodes = self.takes(node.member, Role::Decode);
+                node.state = Some(node.state(now, decodes, costs));
             }
         }
         let policy = match self.selection.policy {
             NodePolicy::Predicted if costs.is_none() => NodePolicy::CacheAware,
             policy => policy,
         };
+        if policy != NodePolicy::Predicted {
+            // Only predictions tell when a node does better than the nodes of the other role.
+            keep_own_role(&mut decode);
+            keep_own_role(&mut prefill);
+        }
         let mut options = self.options(now, policy, requirements, &decode, &prefill);
         let has_pair = options.iter().any(|option| option.prefill.is_some());
         // Without predictions the pair is preferred.
@@ -157,7 +166,7 @@ impl Directory {
         }
         let waits_since = requirements.waits_since.unwrap_or(now);
         let waited = now.saturating_duration_since(waits_since);
-        let best = startable(requirements.capacity, waited, &options)?;
+        let best = startable(self.selection.roles, requirements.capacity, waited, &options)?;
         let placement = no_prefill.unwrap_or_else(|| match self.selection.disaggregate {
             _ if !has_pair => no_pair(best.decode, &prefill, requirements),
             Disaggregate::Always => Placement::Always,
@@ -197,10 +206,10 @@ impl Directory {
         requirements: &NodeRequirements<'_>,
         ineligible: &mut Vec<(&'a Member, NoNode)>,
     ) -> Result<Vec<Candidate<'a>>, NoNode> {
-        let listed = self.members.values().filter(|member| member.address.role == role).count();
+        let listed = self.members.values().filter(|member| self.takes(member, role)).count();
         let mut nearest = (NoNode::NoneListed { role }, false);
         let (mut candidates, mut broken) = (Vec::new(), Vec::new());
-        for (key, member) in self.members.iter().filter(|(_, m)| m.address.role == role) {
+        for (key, member) in self.members.iter().filter(|(_, m)| self.takes(m, role)) {
             let misfit = member.seen.as_ref().map(|seen| misfit(role, &seen.record, requirements));
             let fits = misfit == Some(None);
             let candidate = |seen: &'a Seen| {
@@ -228,5 +237,13 @@ impl Directory {
             NoNode::Broken { .. } if role == Role::Decode => Ok(broken),
             reason => Err(reason),
         }
+    }
+}
+
+/// Keeps the nodes that prefer the role, if there are any.
+fn keep_own_role(nodes: &mut Vec<Candidate<'_>>) {
+    let is_own = |node: &Candidate<'_>| node.member.address.role == node.role;
+    if nodes.iter().any(is_own) {
+        nodes.retain(is_own);
     }
 }

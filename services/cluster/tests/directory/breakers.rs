@@ -7,7 +7,7 @@ use cluster::{
     BreakerReason, Failed, Health, Load, NoNode, NodeAddress, NodeChoice, NodeRequirements, Picked,
     Placement, Role, Selection,
 };
-use config::{Disaggregate, NodePolicy};
+use config::{Disaggregate, NodePolicy, Roles};
 
 const SECOND: Duration = Duration::from_secs(1);
 /// Longest pause of a breaker.
@@ -17,6 +17,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(30);
 fn world(prefill_nodes: u16, decode_nodes: u16) -> World {
     let mut world = World::with(Selection {
         disaggregate: Disaggregate::Always,
+        roles: Roles::Fixed,
         policy: NodePolicy::LeastLoad,
     });
     for port in 1..=prefill_nodes {

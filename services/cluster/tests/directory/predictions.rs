@@ -3,10 +3,10 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use cluster::{
-    CacheIdentity, IneligibleNode, Load, NoNode, NodeRequirements, Picked, Placement, PrefixKeys,
-    RequiredCapacity, Role, Selection,
+    CacheIdentity, IneligibleNode, Load, NoNode, NodeRecord, NodeRequirements, Picked, Placement,
+    PrefixKeys, RequiredCapacity, Role, Selection,
 };
-use config::{Disaggregate, NodePolicy};
+use config::{Disaggregate, NodePolicy, Roles};
 use proto::v1;
 
 use crate::world::*;
@@ -173,7 +173,11 @@ fn each_policy_picks_by_its_own_criterion() {
     let identity = CacheIdentity::of(&record(Role::Decode, 1).identity);
     let prefix = [PrefixKeys::new(identity, None, "", &tokens)];
     let picked_by = |policy| {
-        let mut world = World::with(Selection { disaggregate: Disaggregate::Auto, policy });
+        let mut world = World::with(Selection {
+            disaggregate: Disaggregate::Auto,
+            roles: Roles::Fixed,
+            policy,
+        });
         let with = |running, pending_prompt_tokens, divisor| {
             let mut costs = costs();
             let (prefill, decode) =
@@ -578,4 +582,69 @@ fn account_of_a_pick_names_ineligible_nodes_with_their_reason() {
     assert_eq!(picked.considered.ineligible, expected);
     let reason = picked.considered.placement.to_string();
     assert_eq!(reason, format!("every prefill node is busy, for another {retry_after:?}"));
+}
+
+/// Returns a fluid cluster of a prefill node and a decode node that serve both roles.
+fn fluid(prefill_load: Load, decode_load: Load) -> World {
+    let mut world = World::with(Selection { roles: Roles::Fluid, ..DEFAULT });
+    let both = |role, number| NodeRecord { both_roles: true, ..record(role, number) };
+    world.up(&prefill(1), &both(Role::Prefill, 1), prefill_load);
+    world.up(&decode(11), &both(Role::Decode, 11), decode_load);
+    world
+}
+
+#[test]
+fn fluid_nodes_serve_the_other_role_where_that_costs_less() {
+    // The decode node is full of rows: the idle prefill node also decodes.
+    let picked = pick(&mut fluid(load(), decoding(60)), 200);
+    assert_eq!(
+        (picked.decode.address, picked.prefill.map(|node| node.address)),
+        (prefill(1), None)
+    );
+    // The prefill node has a queue: the decode node prefills, and keeps the sequence.
+    let picked = pick(&mut fluid(queued(20_000), load()), 200);
+    assert_eq!(
+        (picked.decode.address, picked.prefill.map(|node| node.address)),
+        (decode(11), None)
+    );
+    // Rows that the prompt would delay move the prefill to the other node.
+    let mut world = fluid(decoding(30), decoding(1));
+    let picked = pick(&mut world, 1500);
+    assert_eq!(picked.decode.address, decode(11));
+    // With fixed roles no prefill node decodes.
+    let picked = pick(&mut pair(load(), decoding(60)), 200);
+    assert_eq!(picked.decode.address, decode(11));
+}
+
+#[test]
+fn fluid_cluster_serves_without_a_decode_node_and_never_pairs_a_node_with_itself() {
+    let mut world = fluid(load(), load());
+    for index in 0..40 {
+        let picked = pick(&mut world, 100 + index * 40);
+        assert_ne!(picked.prefill.map(|node| node.address), Some(picked.decode.address));
+    }
+    let failed = [epoch(11)];
+    let without =
+        NodeRequirements { exclude_decode: &failed, exclude_prefill: &failed, ..requirements(200) };
+    let picked = world.pick_nodes(&without).unwrap();
+    assert_eq!(
+        (picked.decode.address, picked.prefill.map(|node| node.address)),
+        (prefill(1), None)
+    );
+}
+
+#[test]
+fn nodes_of_one_role_and_choices_without_predictions_follow_fixed_roles() {
+    // A node of an older release.
+    let mut world = World::with(Selection { roles: Roles::Fluid, ..DEFAULT });
+    world.up(&prefill(1), &record(Role::Prefill, 1), load());
+    world.up(&decode(11), &record(Role::Decode, 11), decoding(60));
+    assert_eq!(pick(&mut world, 200).decode.address, decode(11));
+    // Nodes that have measured no steps.
+    let mut world = fluid(idle(), idle());
+    for _ in 0..4 {
+        let picked = pick(&mut world, 200);
+        let nodes = (picked.decode.address, picked.prefill.map(|node| node.address));
+        assert_eq!(nodes, (decode(11), Some(prefill(1))));
+    }
 }

@@ -307,13 +307,14 @@ fn no_node_error_has_the_reason_of_the_closest_candidate() {
 }
 
 #[test]
-fn a_retry_may_be_longer_than_a_prompt_but_not_than_a_sequence() {
+fn a_retry_may_be_longer_than_a_prompt_and_goes_only_where_its_answer_fits() {
     let mut world = World::new();
     world.up(&decode(1), &record(Role::Decode, 1), idle());
-    let grown = NodeRequirements { tokens: 2040, ..requirements(2000) };
+    let grown = NodeRequirements { tokens: 2040, new_tokens_max: 8, ..requirements(2000) };
     assert!(world.pick(&grown).is_ok());
-    let full = NodeRequirements { tokens: 2048, ..grown };
-    assert!(matches!(world.pick(&full), Err(NoNode::TooLong { tokens_max: 2047, .. })));
+    let longer = NodeRequirements { new_tokens_max: 9, ..grown };
+    let too_long = NoNode::TooLong { role: Role::Decode, tokens: 2049, tokens_max: 2048 };
+    assert_eq!(world.pick(&longer).unwrap_err(), too_long);
 }
 
 #[test]

@@ -10,7 +10,7 @@ use cluster::{
     NoNode, NodeAddress, NodeChoice, NodeId, NodeKey, NodeRecord, NodeRequirements, Picked,
     RequiredCapacity, Role, Selection, StreamId,
 };
-use config::{Disaggregate, NodePolicy};
+use config::{Disaggregate, NodePolicy, Roles};
 use proto::{ids::TransferId, v1};
 
 pub(crate) struct World {
@@ -33,8 +33,11 @@ pub(crate) struct World {
 /// Maximum length of a sequence on each node.
 pub(crate) const SEQUENCE_TOKENS_MAX: u64 = 2048;
 
-pub(crate) const DEFAULT: Selection =
-    Selection { disaggregate: Disaggregate::Auto, policy: NodePolicy::Predicted };
+pub(crate) const DEFAULT: Selection = Selection {
+    disaggregate: Disaggregate::Auto,
+    roles: Roles::Fixed,
+    policy: NodePolicy::Predicted,
+};
 
 impl World {
     pub(crate) fn new() -> Self {
@@ -191,6 +194,7 @@ pub(crate) fn record(role: Role, number: u128) -> NodeRecord {
         pooling: false,
         sampling_version: 0,
         adapters: Vec::new(),
+        both_roles: false,
     }
 }
 

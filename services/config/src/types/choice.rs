@@ -159,6 +159,16 @@ choice! {
 }
 
 choice! {
+    /// Meaning of the nodes' roles.
+    pub enum Roles {
+        /// Prefill nodes prefill, decode nodes decode.
+        Fixed = "fixed",
+        /// Every node prefills and decodes, as predicted.
+        Fluid = "fluid",
+    }
+}
+
+choice! {
     /// Choice among the nodes of a role.
     pub enum NodePolicy {
         /// Lowest predicted waiting time of clients, from measured step and transfer times.

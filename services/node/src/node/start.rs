@@ -255,6 +255,7 @@ impl CheckedSettings {
             pooling: loaded.pooling,
             sampling_version: loaded.sampling_version,
             adapters: loaded.adapters.listed(),
+            both_roles: true,
         }
     }
 }

@@ -200,8 +200,6 @@ pub enum Refusal {
     OtherAdapter { content_hash: u128 },
     #[error("the node's weights changed before the attempt began")]
     WeightsChanged,
-    #[error("this is a {own} node; it does not serve {method}")]
-    OtherRole { own: &'static str, method: &'static str },
     #[error("the request's deadline passed before the request began")]
     Deadline,
     /// The matcher of the grammar failed: a bug, which another node has, too.

@@ -57,6 +57,7 @@ fn node(role: Role, number: u128) -> Arc<NodeRecord> {
         peer_tag: vec![1; 32],
         pooling: false,
         sampling_version: 0,
+        both_roles: false,
         adapters: Vec::new(),
     })
 }

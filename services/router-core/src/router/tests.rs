@@ -1,6 +1,6 @@
 //! Waiting answers of a router without nodes, in virtual time.
 
-use config::{Disaggregate, NodePolicy};
+use config::{Disaggregate, NodePolicy, Roles};
 
 use super::*;
 use crate::fair_queue::StartLimit;
@@ -21,8 +21,11 @@ fn tenant(name: &str) -> Flow {
 
 impl Scene {
     fn new(waiting_max: u32) -> Self {
-        let selection =
-            Selection { disaggregate: Disaggregate::Auto, policy: NodePolicy::Predicted };
+        let selection = Selection {
+            disaggregate: Disaggregate::Auto,
+            roles: Roles::Fixed,
+            policy: NodePolicy::Predicted,
+        };
         let limits = RouterLimits { requests_max: 8, waiting_max };
         let router = RouterCore::new(1, selection, limits);
         Self { router, model: "model".into(), now: Instant::now() }

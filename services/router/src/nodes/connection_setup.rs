@@ -85,15 +85,24 @@ pub(super) struct MeetCall {
     request: MeetRequest,
 }
 
+/// A node that is up.
+#[derive(Clone)]
+pub(super) struct MeetingNode {
+    pub url: String,
+    /// The roles whose calls it takes.
+    pub takes: Vec<Role>,
+    pub record: NodeRecord,
+}
+
 /// Returns the Meet calls that pair prefill and decode nodes of equal identity. Both nodes of a
 /// pair receive each other. Each prefill node starts with a different decode node, so that every
-/// node finds a peer even if nodes allow few pairs.
-pub(super) fn connect_calls(serving: &[(String, Role, NodeRecord)]) -> Vec<MeetCall> {
+/// node finds a peer even if nodes allow few pairs. A node that takes both roles meets all nodes.
+pub(super) fn connect_calls(serving: &[MeetingNode]) -> Vec<MeetCall> {
     let fits = |one: &NodeRecord, other: &NodeRecord| {
         one.model == other.model && one.identity == other.identity
     };
     let of_role = |role| -> Vec<usize> {
-        (0..serving.len()).filter(|index| serving[*index].1 == role).collect()
+        (0..serving.len()).filter(|index| serving[*index].takes.contains(&role)).collect()
     };
     let (prefills, decodes) = (of_role(Role::Prefill), of_role(Role::Decode));
     let mut peers: Vec<Vec<Peer>> = vec![Vec::new(); serving.len()];
@@ -101,19 +110,21 @@ pub(super) fn connect_calls(serving: &[(String, Role, NodeRecord)]) -> Vec<MeetC
         for (place, one) in prefills.iter().enumerate() {
             let other = decodes[(place + offset) % decodes.len()];
             let has_room = peers[*one].len() < PEERS_MAX && peers[other].len() < PEERS_MAX;
-            let (record, found) = (&serving[*one].2, &serving[other].2);
-            if has_room && fits(record, found) {
+            let (record, found) = (&serving[*one].record, &serving[other].record);
+            let is_new = *one != other && !peers[*one].contains(&peer(found));
+            if has_room && is_new && fits(record, found) {
                 peers[*one].push(peer(found));
                 peers[other].push(peer(record));
             }
         }
     }
-    let call = |((url, _, record), peers): (&(String, Role, NodeRecord), Vec<Peer>)| {
-        let node_epoch = record.epoch.to_bytes().to_vec().into();
-        let request = MeetRequest { node_epoch, peers };
+    let call = |(node, peers): (&MeetingNode, Vec<Peer>)| {
+        let node_epoch = node.record.epoch.to_bytes().to_vec().into();
+        let sends = node.takes.contains(&Role::Prefill);
+        let request = MeetRequest { node_epoch, peers, sends };
         (!request.peers.is_empty()).then(|| MeetCall {
-            url: url.clone(),
-            epoch: record.epoch,
+            url: node.url.clone(),
+            epoch: node.record.epoch,
             request,
         })
     };
@@ -146,9 +157,9 @@ pub(super) mod tests {
 
     use super::*;
 
-    fn node(url: &str, role: Role, epoch: u128, fingerprint: u128) -> (String, Role, NodeRecord) {
-        let wire = record(url, role, epoch, fingerprint);
-        (url.to_owned(), role, NodeRecord::try_from(wire).unwrap())
+    fn node(url: &str, role: Role, epoch: u128, fingerprint: u128) -> MeetingNode {
+        let record = NodeRecord::try_from(record(url, role, epoch, fingerprint)).unwrap();
+        MeetingNode { url: url.to_owned(), takes: vec![role], record }
     }
 
     pub(crate) fn record(
@@ -186,6 +197,7 @@ pub(super) mod tests {
             pooling: false,
             sampling_version: 0,
             adapters: Vec::new(),
+            both_roles: false,
         }
     }
 
@@ -210,6 +222,30 @@ pub(super) mod tests {
             (url.to_owned(), epoch, ids.iter().map(|id| (*id).to_owned()).collect::<Vec<_>>())
         };
         assert_eq!(met, [of("p1", 1, &["d1", "d2"]), of("d1", 3, &["p1"]), of("d2", 4, &["p1"])]);
+    }
+
+    #[test]
+    fn nodes_that_take_both_roles_meet_each_other_once_and_send() {
+        let both = |url, role, epoch| MeetingNode {
+            takes: Role::ALL.to_vec(),
+            ..node(url, role, epoch, 7)
+        };
+        let old = node("old", Role::Decode, 3, 7);
+        let calls = connect_calls(&[both("p", Role::Prefill, 1), both("d", Role::Decode, 2), old]);
+        let met = calls.into_iter().map(|MeetCall { url, request, .. }| {
+            let mut ids: Vec<_> = request.peers.into_iter().map(|peer| peer.node_id).collect();
+            ids.sort();
+            (url, ids, request.sends)
+        });
+        let of = |url: &str, ids: &[&str], sends| {
+            (url.to_owned(), ids.iter().map(|id| (*id).to_owned()).collect::<Vec<_>>(), sends)
+        };
+        let expected = [
+            of("p", &["d", "old"], true),
+            of("d", &["old", "p"], true),
+            of("old", &["d", "p"], false),
+        ];
+        assert_eq!(met.collect::<Vec<_>>(), expected);
     }
 
     /// Lets nodes come up at these times, until only the periodic round is due. Returns the number

@@ -26,7 +26,7 @@ use tonic::Code;
 use super::{
     Nodes,
     channel::{NodeChannel, ObserveError, ObservedNode},
-    connection_setup::{self, FirstRound, SETTLES_IN, SetupRounds, WAIT_MAX},
+    connection_setup::{self, FirstRound, MeetingNode, SETTLES_IN, SetupRounds, WAIT_MAX},
     role_label,
 };
 
@@ -205,12 +205,17 @@ impl DirectoryWatch {
         let deadline = self.rounds.on_start(Instant::now());
         let serving: Vec<_> = self.nodes.directory(|directory| {
             let up = directory.nodes().filter(|node| node.health == Health::Up);
-            up.filter_map(|node| {
-                Some((node.address.grpc.clone(), node.address.role, node.record()?.clone()))
-            })
-            .collect()
+            let meeting = up.filter_map(|node| {
+                let takes = Role::ALL.into_iter().filter(|role| directory.takes(node, *role));
+                Some(MeetingNode {
+                    url: node.address.grpc.clone(),
+                    takes: takes.collect(),
+                    record: node.record()?.clone(),
+                })
+            });
+            meeting.collect()
         });
-        let is_served = serving.iter().any(|(_, role, _)| *role == Role::Decode);
+        let is_served = serving.iter().any(|node| node.takes.contains(&Role::Decode));
         let first = self.first.take_if(|_| is_served);
         for call in connection_setup::connect_calls(&serving) {
             let (nodes, first) = (self.nodes.clone(), first.clone());

@@ -488,6 +488,7 @@ impl State {
             pooling: self.pooling.load(Ordering::SeqCst),
             sampling_version: self.sampling_version.load(Ordering::SeqCst),
             adapters: self.adapters.lock().unwrap().clone(),
+            both_roles: false,
         }
     }
 }

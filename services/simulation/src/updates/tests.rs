@@ -1,5 +1,5 @@
 use cluster::{Role, Selection};
-use config::{Disaggregate, NodePolicy};
+use config::{Disaggregate, NodePolicy, Roles};
 use engine::event::InFlight;
 
 use super::*;
@@ -34,7 +34,7 @@ fn plan() -> UpdatePlan {
 /// midst of them.
 fn scenario(plan: UpdatePlan) -> Scenario {
     let disaggregate = Disaggregate::Always;
-    let selection = Selection { disaggregate, policy: NodePolicy::LeastLoad };
+    let selection = Selection { disaggregate, roles: Roles::Fixed, policy: NodePolicy::LeastLoad };
     let nodes = [Role::Prefill, Role::Prefill, Role::Decode, Role::Decode];
     let nodes = nodes.map(|role| node(role, STEP)).into();
     let requests = (0..10).map(request).collect();
