@@ -397,7 +397,7 @@ mod tests {
         assert_eq!(value(0, "node.step_tokens"), Some("4096"));
         assert_eq!(
             (value(0, "node.itl_max"), value(1, "node.itl_max")),
-            (None, Some("at least 20ms"))
+            (Some("at least 20ms"), Some("at least 20ms"))
         );
         let report = added(Some(15 << 30), Some(model));
         assert!(report.defaults.is_empty() && report.faults[0].contains("node.step_tokens"));

@@ -605,9 +605,10 @@ mod tests {
             "node.itl_max = 4ms: a step that decodes one row takes 4.1ms on this device; expected \
              at least 5ms"
         );
-        // A prefill node ignores it, and a CPU has none by default.
-        let prefill = NodeTraits { prefers_decode: false, ..with(H200, set(1)) };
-        assert_eq!(derive(&prefill, Some(&times)).unwrap().itl, None);
+        // It also bounds a prefill node, which may decode. A CPU has none by default.
+        let prefill = NodeTraits { prefers_decode: false, ..with(H200, set(5)) };
+        let itl = derive(&prefill, Some(&times)).unwrap().itl;
+        assert_eq!(itl.unwrap().max, Duration::from_millis(5));
         let cpu = |set| derive(&with(NodeDevice::Cpu, set), Some(&times)).unwrap().itl;
         assert_eq!(cpu(SetValues::default()), None);
         assert_eq!(cpu(set(50)).unwrap().max, Duration::from_millis(50));

@@ -171,9 +171,9 @@ async fn invalid_fields_are_rejected_by_name_and_disturb_no_request() {
     };
     let message = refused(side.client.clone().decode(stale).await, Code::FailedPrecondition);
     assert!(message.contains("node_epoch"), "{message}");
-    // A call of the other role.
-    let other = side.try_prefill(&attempt(&[1], 2), side.peer.clone()).await;
-    assert!(refused(other, Code::FailedPrecondition).contains("decode node"));
+    // A node sends no KV to itself.
+    let to_itself = side.try_prefill(&attempt(&[1], 2), side.peer.clone()).await;
+    assert!(refused(to_itself, Code::InvalidArgument).contains("the epoch of another process"));
     // A message larger than any limit.
     let huge = attempt(&vec![u32::MAX; 200_000], 2);
     refused(side.try_decode(&huge, None).await, Code::OutOfRange);

@@ -90,7 +90,7 @@ fn every_setting_can_be_given_in_each_way() {
             "CPUS" => "0-3,8",
             "ADDR:PORT" => "127.0.0.1:1234",
             "URL" => "http://host:1",
-            "LIST" if setting.name == "models" => "other=path",
+            "LIST" if ["models", "adapters"].contains(&setting.name) => "other=path",
             // There is no model that they could name.
             "LIST"
                 if ["aliases", "chat_templates", "tool_formats", "reasoning_formats"]
