@@ -59,13 +59,12 @@ pub(super) fn schemas() -> Map<String, Value> {
                 Treatment::SameAs { field, unset } => {
                     let same = properties.get(field).cloned().unwrap_or_else(|| json!({}));
                     let unset = unset.and_then(|text| serde_json::from_str::<Value>(text).ok());
+                    // `null` is like no field, also where the router's own field is required.
+                    let absent = [Some(Value::Null), unset].into_iter().flatten();
+                    let absent = absent.map(|value| json!({"const": value}));
                     let about = format!("Of {}: same as `{field}`.", foreign.servers);
-                    match unset {
-                        None => json!({"description": about, "allOf": [same]}),
-                        Some(unset) => {
-                            json!({"description": about, "anyOf": [same, {"const": unset}]})
-                        }
-                    }
+                    let any_of: Vec<Value> = [same].into_iter().chain(absent).collect();
+                    json!({"description": about, "anyOf": any_of})
                 }
                 Treatment::Rejected { neutral, .. } => {
                     unsupported_field(neutral, &format!("Of {}. ", foreign.servers))
