@@ -16,6 +16,7 @@ use crate::{
     checkpoint::{dummy::RandomRows, file::TensorBytes},
     encoding::Encoding,
     fingerprint::RowHashes,
+    rope::RowOrder,
 };
 
 /// Matrix of a checkpoint, or a part of it, decoded to f32 row by row, in Hugging Face's row order.
@@ -50,30 +51,6 @@ thread_local! {
     /// Rows as the file stores them, while they are decoded: a buffer that is not zeroed for every
     /// read.
     static SPAN: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
-}
-
-/// Order in which a file stores the rows of a query or key projection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum RowOrder {
-    /// Hugging Face's usual order (`rotate_half`): rotary pairs are rows i and i + dim/2 of a head.
-    Halves,
-    /// Interleaved order of ERNIE, and of llama.cpp's converter for the `llama` architecture:
-    /// rotary pairs are adjacent.
-    Pairs { head_dim: usize },
-}
-
-impl RowOrder {
-    /// Returns the index in the file of row `row` in Hugging Face's order.
-    pub(crate) fn stored_row(self, row: usize) -> usize {
-        match self {
-            RowOrder::Halves => row,
-            RowOrder::Pairs { head_dim } => {
-                let (head, row) = (row / head_dim, row % head_dim);
-                let (half, pair) = (row / (head_dim / 2), row % (head_dim / 2));
-                head * head_dim + pair * 2 + half
-            }
-        }
-    }
 }
 
 impl<'a> MatrixSource<'a> {

@@ -62,3 +62,27 @@ pub(crate) fn frequencies(theta: f32, rotary_dim: usize, scaling: &RopeScaling) 
         }
     }
 }
+
+/// Order in which a file stores the rows of a query or key projection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RowOrder {
+    /// Hugging Face's usual order (`rotate_half`): rotary pairs are rows i and i + dim/2 of a head.
+    Halves,
+    /// Interleaved order of ERNIE, and of llama.cpp's converter for the `llama` architecture:
+    /// rotary pairs are adjacent.
+    Pairs { head_dim: usize },
+}
+
+impl RowOrder {
+    /// Returns the index in the file of row `row` in Hugging Face's order.
+    pub(crate) fn stored_row(self, row: usize) -> usize {
+        match self {
+            RowOrder::Halves => row,
+            RowOrder::Pairs { head_dim } => {
+                let (head, row) = (row / head_dim, row % head_dim);
+                let (half, pair) = (row / (head_dim / 2), row % (head_dim / 2));
+                head * head_dim + pair * 2 + half
+            }
+        }
+    }
+}

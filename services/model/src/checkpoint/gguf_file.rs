@@ -12,7 +12,7 @@ use crate::{
     config::{ModelConfig, gguf_metadata::from_gguf},
     encoding::Encoding,
     error::ModelError,
-    matrix::RowOrder,
+    rope::RowOrder,
     weight::Weight,
 };
 

@@ -13,7 +13,7 @@ use crate::{
     config::{ModelConfig, quantization::ScaleStrategy},
     encoding::Encoding,
     error::ModelError,
-    matrix::RowOrder,
+    rope::RowOrder,
     weight::{LayerWeight, Weight, WeightShape},
 };
 
