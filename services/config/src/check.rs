@@ -87,6 +87,12 @@ impl Config {
                 conflicts.push(format!("{at} = {value} exceeds {step_at} = {step}: {reason}"));
             }
         }
+        let (adapters, slots) = (self.model.adapters.len(), self.model.adapter_slots);
+        if adapters > slots as usize {
+            let (at, slots_at) = (self.at("model.adapters"), self.at("model.adapter_slots"));
+            let detail = format!("{at} has {adapters} adapters, more than {slots_at} = {slots}");
+            conflicts.push(format!("{detail}: each adapter takes a slot"));
+        }
         let ngram_max = ("node.speculate_ngram_max", self.node.speculate_ngram_max);
         let key = "node.speculate_ngram_min";
         conflicts.extend(self.lower(key, ngram_max, |it| &mut it.node.speculate_ngram_min));

@@ -1,10 +1,6 @@
 //! LoRA adapters of a node: which adapter each slot of the executor holds.
 
-use std::{
-    fmt,
-    path::Path,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-};
+use std::{fmt, path::Path, sync::Arc};
 
 use cluster::{ADAPTER_NAME_ALLOWED, Adapter, is_adapter_name};
 use config::Config;
@@ -29,8 +25,6 @@ enum AdapterErrorReason {
     Model(#[from] ModelError),
     #[error("the node computes on a GPU; expected node.device = cpu")]
     Gpu,
-    #[error("all {slot} slots are taken; expected a larger model.adapter_slots")]
-    NoSlot { slot: u32 },
     #[error("invalid name; expected {ADAPTER_NAME_ALLOWED}")]
     Name,
     #[error("another adapter has this name; expected another name")]
@@ -39,13 +33,7 @@ enum AdapterErrorReason {
 
 /// Adapters of a node. Clones share them.
 #[derive(Clone, Default)]
-pub(crate) struct NodeAdapters(Arc<AdaptersState>);
-
-#[derive(Default)]
-struct AdaptersState {
-    /// By slot.
-    loaded: Mutex<Vec<Option<NamedAdapter>>>,
-}
+pub(crate) struct NodeAdapters(Arc<[NamedAdapter]>);
 
 struct NamedAdapter {
     name: String,
@@ -62,16 +50,13 @@ impl NodeAdapters {
         slots: Option<&dyn AdapterSlots>,
     ) -> Result<Self, AdapterError> {
         let rank_max = config.model.adapter_rank_max;
-        let mut loaded: Vec<Option<NamedAdapter>> = Vec::new();
+        let mut loaded: Vec<NamedAdapter> = Vec::new();
         for (slot, pair) in (0..).zip(&config.model.adapters) {
             let (name, folder) = (pair.name.clone(), Path::new(&pair.value));
             let found = match slots {
                 _ if is_gpu => Err(AdapterErrorReason::Gpu),
-                _ if slot == config.model.adapter_slots => Err(AdapterErrorReason::NoSlot { slot }),
                 _ if !is_adapter_name(&name) => Err(AdapterErrorReason::Name),
-                _ if loaded.iter().flatten().any(|it| it.name == name) => {
-                    Err(AdapterErrorReason::NameTaken)
-                }
+                _ if loaded.iter().any(|it| it.name == name) => Err(AdapterErrorReason::NameTaken),
                 Some(slots) => slots.load(slot, folder, rank_max).map_err(Into::into),
                 None => model::Adapter::open(folder, model, Shard::WHOLE, rank_max as usize)
                     .map(|adapter| adapter.content_hash())
@@ -86,9 +71,9 @@ impl NodeAdapters {
                 "loaded an adapter"
             );
             let loaded_adapter = Arc::new(LoadedAdapter { slot, content_hash });
-            loaded.push(Some(NamedAdapter { name, loaded: loaded_adapter }));
+            loaded.push(NamedAdapter { name, loaded: loaded_adapter });
         }
-        Ok(Self(Arc::new(AdaptersState { loaded: Mutex::new(loaded) })))
+        Ok(Self(loaded.into()))
     }
 
     /// Returns the adapter that an attempt names by its content hash; `None`: the base model.
@@ -97,9 +82,7 @@ impl NodeAdapters {
         content_hash: Option<u128>,
     ) -> Result<Option<Arc<LoadedAdapter>>, Refusal> {
         let Some(content_hash) = content_hash else { return Ok(None) };
-        let loaded = self.loaded();
-        let mut adapters = loaded.iter().flatten();
-        let found = adapters.find(|adapter| adapter.loaded.content_hash == content_hash);
+        let found = self.0.iter().find(|adapter| adapter.loaded.content_hash == content_hash);
         match found {
             Some(adapter) => Ok(Some(adapter.loaded.clone())),
             None => Err(Refusal::OtherAdapter { content_hash }),
@@ -108,16 +91,11 @@ impl NodeAdapters {
 
     /// Returns the adapters for the node's record.
     pub(crate) fn listed(&self) -> Vec<Adapter> {
-        let loaded = self.loaded();
-        let adapters = loaded.iter().flatten().map(|adapter| Adapter {
+        let adapters = self.0.iter().map(|adapter| Adapter {
             name: adapter.name.clone(),
             content_hash: adapter.loaded.content_hash,
         });
         adapters.collect()
-    }
-
-    fn loaded(&self) -> MutexGuard<'_, Vec<Option<NamedAdapter>>> {
-        self.0.loaded.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

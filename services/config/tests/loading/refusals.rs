@@ -180,6 +180,10 @@ fn values_that_do_not_fit_each_other_are_refused_with_their_sources() {
         (vec![("node.slots", "1024"), ("node.step_tokens", "512")], "node.step_tokens"),
         (vec![("node.cpus", "0-1,4"), ("node.threads", "4")], "the 3 CPUs of node.cpus"),
         (vec![("node.cpus", "0-1"), ("node.numa_node", "0")], "give one"),
+        (
+            vec![("model.adapters", "a=x,b=y"), ("model.adapter_slots", "1")],
+            "has 2 adapters, more than model.adapter_slots (flag --model-adapter-slots) = 1",
+        ),
         (vec![("router.timeout", "2h")], "router.timeout_max"),
         (vec![("transfer.control", "0.0.0.0:7000")], "transfer.advertise"),
         (vec![("cluster.prefill", "a:1"), ("cluster.decode", "a:1")], "http://a:1"),
