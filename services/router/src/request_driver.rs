@@ -192,10 +192,7 @@ async fn prepare(
     let is_chat = matches!(fields.prompts[..], [PromptSource::Chat(_)]);
     let may_reason = is_chat && model.text.reasoning_format().is_some();
     let grammar = options.grammar.take();
-    let grammar_version = grammar.as_ref().map_or(0, |grammar| grammar.version(may_reason));
-    if let Some(grammar) = &grammar {
-        check_grammar(front, &model, grammar, grammar_version, deadline).await?;
-    }
+    let version = check_grammar(front, &model, grammar.as_ref(), may_reason, deadline).await?;
     let bad_words = check_sampling(front, &model, &options)?;
     let seed = random_bits()? as u64;
     let cache_salt = record.caller().salt_for_nodes(tenant.as_ref(), &options.cache_salt);
@@ -234,7 +231,7 @@ async fn prepare(
             prefix: prefix.into(),
             sampling,
             grammar,
-            grammar_version,
+            grammar_version: version,
             cache_salt: cache_salt.clone(),
             session: options.session.clone(),
             priority: options.priority,
@@ -406,22 +403,24 @@ fn offer_tools(
     Ok(Some(CallReading::new(tools, format, request_id)))
 }
 
-/// Compiles the grammar that the answers must match. `version` is the version that nodes need for
-/// it.
+/// Compiles the grammar that the answers must match. Returns the grammar version that nodes need
+/// for it; 0 without a grammar.
 async fn check_grammar(
     front: &Front,
     model: &ServedModel,
-    grammar: &RequestedGrammar,
-    version: u32,
+    grammar: Option<&RequestedGrammar>,
+    may_reason: bool,
     deadline: RequestDeadline,
-) -> Result<(), RequestError> {
+) -> Result<u32, RequestError> {
+    let Some(grammar) = grammar else { return Ok(0) };
     deadline.limit(model.text.check_grammar(grammar)).await??;
+    let version = grammar.version(may_reason);
     // Without a node the version is unknown, and the request waits for a node in its core.
     let newest = front.nodes.grammar_version(&model.name);
     if newest.is_some_and(|newest| newest < version) {
         return Err(RequestError::NoGrammar { field: grammar.field });
     }
-    Ok(())
+    Ok(version)
 }
 
 /// Returns the error of a field with invalid stop strings.

@@ -3,7 +3,7 @@
 use std::{
     ffi::OsString,
     net::{SocketAddr, TcpListener},
-    path::PathBuf,
+    path::{Path, PathBuf},
     time::Duration,
 };
 
@@ -61,19 +61,9 @@ impl ChildSettings {
         };
         let FoundModel { path: model, mut envs } = model;
         let mut set = |name: &str, value: String| envs.push((name.to_owned(), value));
-        // Fail before the nodes load: only the router would report the missing tokenizer.
-        let has_gguf_file = || {
-            let file = gguf::model_file_in(&model);
-            file.with_context(|| format!("cannot read {}", model.display()))
-        };
-        ensure!(
-            args.no_router
-                || !model.is_dir()
-                || model.join(TOKENIZER_FILE).exists()
-                || has_gguf_file()?.is_some(),
-            "cannot serve {}: it has no {TOKENIZER_FILE}, which the router needs",
-            model.display()
-        );
+        if !args.no_router {
+            check_tokenizer(&model)?;
+        }
         for (name, value) in [
             ("BATON_CLUSTER_ETCD", args.etcd.clone()),
             (
@@ -302,6 +292,21 @@ fn bin_dir(args: &UpArgs) -> Result<PathBuf> {
         );
     }
     Ok(bin_dir)
+}
+
+/// Checks that the model has the tokenizer that the router needs: fails now rather than after all
+/// nodes have loaded.
+fn check_tokenizer(model: &Path) -> Result<()> {
+    let has_gguf_file = || {
+        let file = gguf::model_file_in(model);
+        file.with_context(|| format!("cannot read {}", model.display()))
+    };
+    ensure!(
+        !model.is_dir() || model.join(TOKENIZER_FILE).exists() || has_gguf_file()?.is_some(),
+        "cannot serve {}: it has no {TOKENIZER_FILE}, which the router needs",
+        model.display()
+    );
+    Ok(())
 }
 
 /// Checks that the router can listen on its ports: fails now rather than after all nodes have
