@@ -119,7 +119,8 @@ fn baton_sim_prints_scenario_events_and_states_of_a_seed() -> Result<()> {
 }
 
 /// Seeds that found a bug, each with the bug.
-const REGRESSIONS: [(u64, &str); 3] = [
+const REGRESSIONS: [(u64, &str); 4] = [
+    (6496, "fluid nodes that prefilled for each other waited for each other's KV memory"),
     (12185, "a complete constrained answer could not be continued where stop tokens are ignored"),
     (20391, "a complete constrained answer could not be continued where stop tokens are ignored"),
     (25396, "a complete constrained answer could not be continued where stop tokens are ignored"),

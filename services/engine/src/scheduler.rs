@@ -22,8 +22,9 @@
 //! evicted. The oldest row can preempt every other row, and a sequence never needs more than the
 //! whole pool, so the oldest row always finishes. Only a `Send` and the blocks of transfers cannot
 //! be preempted. Their blocks are released without preemption: a `Send` has all its blocks from the
-//! start, and takes them only after its receiver has reserved blocks. So no node holds blocks while
-//! it waits for a peer's blocks.
+//! start, and takes them only after its receiver has reserved blocks. On a node that has reserved
+//! blocks itself, a `Send` that would wait for blocks or a slot fails as busy instead. So no cycle
+//! of nodes waits for blocks.
 //!
 //! Files: `sequences` holds the sequences by phase, `waiting` their queue. `admission` fills and
 //! empties the queue. `running` plans a step, with its draft tokens in `draft_budget` and its token

@@ -418,6 +418,32 @@ fn a_receive_without_blocks_in_time_is_busy() {
     node.assert_all_returned();
 }
 
+/// Two nodes that prefill for each other would wait for each other.
+#[test]
+fn a_send_waits_for_no_block_or_slot_beside_a_reservation() {
+    for (slots, blocks) in [(4, 6), (1, 12)] {
+        let mut node = node(slots, 64, blocks, 2);
+        node.arrive(new(1, COMPUTE, 70, 2));
+        node.arrive(new(2, SEND, 40, 2));
+        node.turn();
+        node.transfer_ready(SequenceId(2), 0);
+        node.run();
+        assert!(node.finished(SequenceId(2)), "{:?}", node.failure(SequenceId(2)));
+        node.transfer_ends(SequenceId(2));
+        node.arrive(new(3, RECEIVE, 70, 2));
+        node.arrive(new(4, SEND, 40, 2));
+        node.transfer_ready(SequenceId(4), 0);
+        node.turn();
+        let failure = node.failure(SequenceId(4)).expect("it does not wait").to_string();
+        assert_eq!(failure, "busy: no room to prefill for a peer beside reservations");
+        node.transfer_ends(SequenceId(4));
+        node.kv_arrives(SequenceId(3));
+        node.run();
+        assert!(node.finished(SequenceId(3)));
+        node.assert_all_returned();
+    }
+}
+
 #[test]
 fn a_send_without_a_reservation_times_out_and_ends_its_transfer() {
     let config = SchedulerConfig {

@@ -295,12 +295,8 @@ impl Scenario {
                 Disaggregate::Always,
                 Disaggregate::Never,
             ]),
-            // Drawn apart, so that the seeds keep their other draws. Nodes with hardly any KV
-            // memory that prefill for each other may refuse requests (docs/limits.md).
-            roles: match severity.must_complete() {
-                true => Roles::Fixed,
-                false => Random::new(!seed).pick(&[Roles::Fixed, Roles::Fluid]),
-            },
+            // Drawn apart, so that the seeds keep their other draws.
+            roles: Random::new(!seed).pick(&[Roles::Fixed, Roles::Fluid]),
             policy: random.pick(&[
                 NodePolicy::Predicted,
                 NodePolicy::Predicted,

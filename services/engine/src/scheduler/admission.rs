@@ -306,12 +306,14 @@ impl Scheduler {
         loop {
             let id = self.next_compute()?;
             if self.unclaimed_slots() == 0 {
+                self.refuse_sends(actions);
                 return None;
             }
             let Some((prefix, blocks_total)) = self.hold_prefix(id, actions) else {
                 if self.is_admitting {
                     self.sequences.compute_lacks_blocks();
                 }
+                self.refuse_sends(actions);
                 return None;
             };
             let Some(mut blocks) = self.load_prefix(id, prefix, Duration::MAX, actions) else {
@@ -326,6 +328,21 @@ impl Scheduler {
             let row = Row::new(slot, generation, table, self.sequences[id].tokens.len());
             self.sequences.set_phase(id, SequencePhase::Running(row));
             return Some(id);
+        }
+    }
+
+    /// Fails the senders in the queue, which lacks blocks or slots, if this node has reserved some
+    /// itself. Otherwise two nodes that prefill for each other could wait for each other: the
+    /// receivers of the senders hold blocks, and so do the reservations here, until their KV comes.
+    fn refuse_sends(&mut self, actions: &mut Vec<Action>) {
+        if self.sequences.reserved_count() == 0 {
+            return;
+        }
+        let is_send = |id| self.sequences[id].kind == SequenceKind::Send;
+        let senders: Vec<_> = self.sequences.waiting().computes(is_send).collect();
+        for id in senders {
+            let reason = "no room to prefill for a peer beside reservations".to_owned();
+            self.fail(id, SequenceFailure::Busy { reason }, actions);
         }
     }
 

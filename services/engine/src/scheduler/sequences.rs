@@ -183,7 +183,7 @@ impl Sequences {
 
     /// Returns the first sequence that was preempted and waits to join the batch again.
     pub(super) fn first_preempted(&self) -> Option<SequenceId> {
-        self.waiting.find_compute(|id| self[id].was_admitted())
+        self.waiting.computes(|id| self[id].was_admitted()).next()
     }
 
     /// Returns the number of sequences in phase `Reserved`.

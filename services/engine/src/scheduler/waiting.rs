@@ -67,10 +67,13 @@ impl WaitingSequences {
         refused.is_none_or(|older| first < *older).then_some(first.1)
     }
 
-    /// Returns the first sequence that joins the batch from this queue and for which `applies`
-    /// returns true.
-    pub(super) fn find_compute(&self, applies: impl Fn(SequenceId) -> bool) -> Option<SequenceId> {
-        self.computes.iter().map(|&(_, id)| id).find(|&id| applies(id))
+    /// Returns the sequences that join the batch from this queue and for which `applies` returns
+    /// true, oldest first.
+    pub(super) fn computes(
+        &self,
+        applies: impl Fn(SequenceId) -> bool,
+    ) -> impl Iterator<Item = SequenceId> {
+        self.computes.iter().map(|&(_, id)| id).filter(move |&id| applies(id))
     }
 
     pub(super) fn compute_lacks_blocks(&mut self) {
