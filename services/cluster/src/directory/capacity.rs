@@ -6,7 +6,9 @@
 
 use std::time::Duration;
 
-use super::{NoNode, candidate::Candidate, options::NodeOption, requirements::RequiredCapacity};
+use super::{
+    Member, NoNode, candidate::Candidate, options::NodeOption, requirements::RequiredCapacity,
+};
 use crate::Role;
 
 /// Maximum predicted time of a node's queue of prompts before the prompt of a new attempt: a few
@@ -20,31 +22,46 @@ const RETRY_AFTER: Duration = Duration::from_millis(50);
 /// 1/8 of the slots is headroom.
 const HEADROOM: u64 = 8;
 
-/// Slots of decode nodes. Nodes of older releases do not report them and are never full.
+/// Slots of nodes that decode. Nodes of older releases do not report them and are never full.
 #[derive(Default)]
 struct Slots {
     total: u64,
     free: u64,
 }
 
-/// Keeps the decode nodes on which the attempt could start.
+/// Checks that decode nodes have free slots besides the headroom, if the attempt leaves headroom.
+pub(super) fn check_headroom(
+    capacity: RequiredCapacity,
+    decode: &[Candidate<'_>],
+) -> Result<(), NoNode> {
+    if capacity.leaves_headroom() && has_only_headroom(decode) {
+        return Err(busy(decode));
+    }
+    Ok(())
+}
+
+/// Keeps the nodes on which the attempt could start. Nodes that decode need a free slot and blocks.
 pub(super) fn retain_free(
     capacity: RequiredCapacity,
-    decode: &mut Vec<Candidate<'_>>,
+    nodes: &mut Vec<Candidate<'_>>,
+    decodes: impl Fn(&Member) -> bool,
 ) -> Result<(), NoNode> {
-    let RequiredCapacity::Start { headroom } = capacity else { return Ok(()) };
-    let role = decode.first().map_or(Role::Decode, |node| node.role);
-    let busy = NoNode::Busy { role, retry_after: RETRY_AFTER, by_choice: false };
-    if headroom && has_only_headroom(decode) {
-        return Err(busy);
+    if capacity == RequiredCapacity::Any {
+        return Ok(());
     }
-    decode.retain(|node| {
-        let Some(slots) = slots(node) else { return true };
+    let busy = busy(nodes);
+    nodes.retain(|node| {
+        let Some(slots) = slots(node).filter(|_| decodes(node.member)) else { return true };
         // Blocks become free when a sequence ends. Without sequences the node evicts cached blocks.
         let has_blocks = rows(node) == 0 || node.missing_blocks() == 0;
         slots.free > 0 && has_blocks
     });
-    if decode.is_empty() { Err(busy) } else { Ok(()) }
+    if nodes.is_empty() { Err(busy) } else { Ok(()) }
+}
+
+fn busy(nodes: &[Candidate<'_>]) -> NoNode {
+    let role = nodes.first().map_or(Role::Decode, |node| node.role);
+    NoNode::Busy { role, retry_after: RETRY_AFTER, by_choice: false }
 }
 
 /// Returns whether no slot is free besides the headroom.

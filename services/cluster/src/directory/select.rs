@@ -121,13 +121,19 @@ impl Directory {
     ) -> Result<Picked, NoNode> {
         let mut ineligible = Vec::new();
         let mut decode = self.candidates(now, role, requirements, &mut ineligible)?;
-        capacity::retain_free(requirements.capacity, &mut decode)?;
+        capacity::check_headroom(requirements.capacity, &decode)?;
+        capacity::retain_free(requirements.capacity, &mut decode, |_| true)?;
         let candidates = match self.selection.disaggregate {
             Disaggregate::Never => Err(Placement::Never),
             _ if requirements.pooling => Err(Placement::Pooled),
             _ if requirements.local_prefill => Err(Placement::AfterFailure),
             _ => self
                 .candidates(now, Role::Prefill, requirements, &mut ineligible)
+                .and_then(|mut prefill| {
+                    let decodes = |member: &Member| self.takes(member, Role::Decode);
+                    capacity::retain_free(requirements.capacity, &mut prefill, decodes)?;
+                    Ok(prefill)
+                })
                 .map_err(Placement::NoPrefillNode),
         };
         let (mut prefill, no_prefill) = match candidates {

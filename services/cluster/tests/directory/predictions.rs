@@ -586,11 +586,30 @@ fn account_of_a_pick_names_ineligible_nodes_with_their_reason() {
 
 /// Returns a fluid cluster of a prefill node and a decode node that serve both roles.
 fn fluid(prefill_load: Load, decode_load: Load) -> World {
-    let mut world = World::with(Selection { roles: Roles::Fluid, ..DEFAULT });
+    both_roles(Selection { roles: Roles::Fluid, ..DEFAULT }, prefill_load, decode_load)
+}
+
+fn both_roles(selection: Selection, prefill_load: Load, decode_load: Load) -> World {
+    let mut world = World::with(selection);
     let both = |role, number| NodeRecord { both_roles: true, ..record(role, number) };
     world.up(&prefill(1), &both(Role::Prefill, 1), prefill_load);
     world.up(&decode(11), &both(Role::Decode, 11), decode_load);
     world
+}
+
+#[test]
+fn fluid_node_without_a_free_slot_prefills_for_no_peer() {
+    let costs = Some(v1::StepCosts { slots: 4, ..costs() });
+    let running = |running| Load { running, step_costs: costs, ..idle() };
+    let capacity = RequiredCapacity::Start { headroom: false };
+    let disaggregate = Disaggregate::Always;
+    for (roles, is_disaggregated) in [(Roles::Fixed, true), (Roles::Fluid, false)] {
+        let selection = Selection { roles, disaggregate, ..DEFAULT };
+        let mut world = both_roles(selection, running(4), running(0));
+        let picked = world.pick_nodes(&NodeRequirements { capacity, ..requirements(200) }).unwrap();
+        assert_eq!(picked.decode.address, decode(11));
+        assert_eq!(picked.prefill.is_some(), is_disaggregated, "{roles:?}");
+    }
 }
 
 #[test]
