@@ -10,6 +10,7 @@ mod admission;
 mod certificates;
 mod collectives;
 mod engine;
+mod pick;
 mod ring;
 mod router;
 mod speculate;
@@ -34,6 +35,8 @@ enum BenchCli {
     /// Prefill and decode throughput of one engine, as `baton bench engine`, with one part of it
     /// changed.
     Engine(engine::EngineVariantArgs),
+    /// Time in which a router chooses the nodes of an attempt; no network.
+    Pick(pick::PickArgs),
     /// Time for a step plan from the node to the last of its ranks; several processes, no model.
     Ring(ring::RingArgs),
     /// CPU time of the router per request and per streamed token; no model computes.
@@ -51,6 +54,7 @@ fn main() -> ExitCode {
         BenchCli::Certificates(args) => certificates::run(args),
         BenchCli::Collectives(args) => collectives::run(args),
         BenchCli::Engine(args) => engine::run(args),
+        BenchCli::Pick(args) => pick::run(args),
         BenchCli::Ring(args) => ring::run(args),
         BenchCli::Router(args) => router::run(args),
         BenchCli::Speculate(args) => speculate::run(args),

@@ -183,7 +183,8 @@ impl AttemptLoad {
         let block_size = identity.block_size;
         let keys = requirements.prefix.iter().find(|keys| keys.are_of(identity));
         let keys = keys.map_or(&[][..], PrefixKeys::keys);
-        let resident = keys.iter().take_while(|key| seen.cached.contains(key)).count();
+        // A node evicts the tail of a prefix before its head.
+        let resident = keys.partition_point(|key| seen.cached.contains(key));
         let (loaded, load_ms) = tier_hits(seen, &keys[resident..]);
         let hits = resident + loaded;
         // The last token is always computed, because sampling needs its logits.
@@ -193,11 +194,7 @@ impl AttemptLoad {
             .min(requirements.tokens.saturating_sub(1));
         let resident_blocks =
             u32::try_from(resident).unwrap_or(u32::MAX).min(cached_tokens / block_size);
-        let new_tokens = match role {
-            Role::Prefill => 0,
-            Role::Decode => requirements.new_tokens_max.min(NEW_TOKENS_COUNTED),
-        };
-        let blocks = requirements.tokens.saturating_add(new_tokens).div_ceil(block_size);
+        let blocks = blocks(role, block_size, requirements);
         Self {
             cached_tokens,
             uncached_tokens: u64::from(requirements.tokens - cached_tokens),
@@ -206,6 +203,23 @@ impl AttemptLoad {
             load_ms,
         }
     }
+
+    /// Returns the load of the attempt if the node, which would also decode, only prefills.
+    pub(super) fn without_answer(self, seen: &Seen, requirements: &NodeRequirements<'_>) -> Self {
+        let of = |role| blocks(role, seen.record.identity.block_size, requirements);
+        let answer_blocks = of(Role::Decode) - of(Role::Prefill);
+        Self { blocks: self.blocks - u64::from(answer_blocks), ..self }
+    }
+}
+
+/// Returns the number of blocks of prompt and answer for which the attempt needs memory at its
+/// start.
+fn blocks(role: Role, block_size: u32, requirements: &NodeRequirements<'_>) -> u32 {
+    let new_tokens = match role {
+        Role::Prefill => 0,
+        Role::Decode => requirements.new_tokens_max.min(NEW_TOKENS_COUNTED),
+    };
+    requirements.tokens.saturating_add(new_tokens).div_ceil(block_size)
 }
 
 /// Returns how many blocks the node loads from its tiers, and the time of the load in milliseconds;

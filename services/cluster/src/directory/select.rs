@@ -120,7 +120,7 @@ impl Directory {
         requirements: &NodeRequirements<'_>,
     ) -> Result<Picked, NoNode> {
         let mut ineligible = Vec::new();
-        let mut decode = self.candidates(now, role, requirements, &mut ineligible)?;
+        let mut decode = self.candidates(now, role, requirements, &[], &mut ineligible)?;
         capacity::check_headroom(requirements.capacity, &decode)?;
         capacity::retain_free(requirements.capacity, &mut decode, |_| true)?;
         let candidates = match self.selection.disaggregate {
@@ -128,7 +128,7 @@ impl Directory {
             _ if requirements.pooling => Err(Placement::Pooled),
             _ if requirements.local_prefill => Err(Placement::AfterFailure),
             _ => self
-                .candidates(now, Role::Prefill, requirements, &mut ineligible)
+                .candidates(now, Role::Prefill, requirements, &decode, &mut ineligible)
                 .and_then(|mut prefill| {
                     let decodes = |member: &Member| self.takes(member, Role::Decode);
                     capacity::retain_free(requirements.capacity, &mut prefill, decodes)?;
@@ -204,12 +204,14 @@ impl Directory {
 
     /// Returns the eligible nodes of a role, or the reason of the node closest to eligible. Adds
     /// the model's other nodes to `ineligible`. If only open breakers exclude decode nodes, those
-    /// nodes are eligible: they may have recovered, and the request has no other node.
+    /// nodes are eligible: they may have recovered, and the request has no other node. `decode`: the
+    /// candidates that decode, whose cached prefixes are known.
     pub(super) fn candidates<'a>(
         &'a self,
         now: Instant,
         role: Role,
         requirements: &NodeRequirements<'_>,
+        decode: &[Candidate<'a>],
         ineligible: &mut Vec<(&'a Member, NoNode)>,
     ) -> Result<Vec<Candidate<'a>>, NoNode> {
         let listed = self.members.values().filter(|member| self.takes(member, role)).count();
@@ -219,7 +221,11 @@ impl Directory {
             let misfit = member.seen.as_ref().map(|seen| misfit(role, &seen.record, requirements));
             let fits = misfit == Some(None);
             let candidate = |seen: &'a Seen| {
-                let need = AttemptLoad::of(role, seen, requirements);
+                let known = decode.binary_search_by_key(key, |node| node.key);
+                let need = match known {
+                    Ok(index) => decode[index].need.without_answer(seen, requirements),
+                    Err(_) => AttemptLoad::of(role, seen, requirements),
+                };
                 Candidate { key: *key, role, member, seen, need, state: None }
             };
             match eligible(now, role, member, misfit.flatten(), requirements) {
