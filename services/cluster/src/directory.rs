@@ -56,7 +56,7 @@ pub use eligible::NoNode;
 pub use member::Member;
 pub use requirements::{NodeRequirements, RequiredCapacity};
 pub use select::{NodeChoice, Picked, Selection};
-pub use service::{BreakerChange, Failed};
+pub use service::{BreakerChange, Failed, Link};
 
 /// Time-out of a probe; equals the transfer lease.
 pub const PROBE_TIMEOUT: Duration = Duration::from_secs(2);

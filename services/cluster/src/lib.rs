@@ -26,8 +26,9 @@ mod record;
 pub use address::{MemberChange, Members, NodeAddress};
 pub use directory::{
     AssignmentId, BreakerChange, BreakerReason, Considered, ConsideredOption, Directory,
-    DirectoryAction, DirectoryInput, Failed, Health, IneligibleNode, Member, NoNode, NodeChoice,
-    NodeKey, NodeRequirements, Picked, Placement, RequiredCapacity, Selection, StreamId,
+    DirectoryAction, DirectoryInput, Failed, Health, IneligibleNode, Link, Member, NoNode,
+    NodeChoice, NodeKey, NodeRequirements, Picked, Placement, RequiredCapacity, Selection,
+    StreamId,
 };
 pub use prefix::{CacheIdentity, PrefixKeys};
 pub use proto::ids::{Epoch, EpochError, ModelIdentity, NodeId, NodeIdError};

@@ -1,6 +1,7 @@
 //! The operator's API on `router.admin`: explains requests, lists the nodes and proxies calls to
-//! them over gRPC, and coordinates weight updates.
+//! them over gRPC, and coordinates weight updates. The console is a web page over this API.
 
+mod console;
 mod explain;
 mod weights;
 
@@ -13,8 +14,7 @@ use axum::{
     response::{IntoResponse, Response},
     routing::{get, post},
 };
-use http::{StatusCode, header, uri::Authority};
-use serde_json::json;
+use http::{HeaderValue, StatusCode, header, uri::Authority};
 
 use crate::{
     front::Front,
@@ -25,7 +25,8 @@ use crate::{
 };
 
 /// Returns the routes of `router.admin`. `keys`: the operators' API keys; `None` accepts every
-/// request. `is_loopback`: whether the port has a loopback address.
+/// request. The page of the console needs no key: it has no data of the cluster. `is_loopback`:
+/// whether the port has a loopback address.
 pub(crate) fn routes(
     front: Arc<Front>,
     weights: WeightUpdates,
@@ -48,19 +49,22 @@ pub(crate) fn routes(
         .route("/v1/nodes/{node}/trace", post(trace))
         .fallback(async || {
             let message =
-                "unknown path; expected /v1/explain, /v1/nodes, /v1/nodes/{node}/{call} or /v1/weights"
+                "unknown path; expected / (the console), /v1/explain, /v1/nodes, /v1/nodes/{node}/{call} or \
+                 /v1/weights"
                     .to_owned();
             ApiError::invalid(StatusCode::NOT_FOUND, "not_found", message)
         })
         .with_state(front.clone())
         .merge(self::weights::routes(front, weights));
-    with_keys(routes, keys).layer(middleware::from_fn_with_state(checks_host, reject_browsers))
+    with_keys(routes, keys)
+        .merge(console::routes())
+        .layer(middleware::from_fn_with_state(checks_host, reject_foreign_pages))
 }
 
-/// Rejects requests of web pages: a page that an operator visits could otherwise drain nodes
-/// through the loopback address. A page whose domain resolves to that address (DNS rebinding) sends
-/// no `origin` with a GET, but the domain as `host`.
-async fn reject_browsers(
+/// Rejects requests of web pages except the console: a page that an operator visits could otherwise
+/// drain nodes through the loopback address. A page whose domain resolves to that address (DNS
+/// rebinding) sends no `origin` with a GET, but the domain as `host`.
+async fn reject_foreign_pages(
     State(checks_host): State<bool>,
     request: Request,
     next: Next,
@@ -68,11 +72,15 @@ async fn reject_browsers(
     let forbidden = |message: &str| {
         ApiError::invalid(StatusCode::FORBIDDEN, "forbidden", message.to_owned()).into_response()
     };
-    if request.headers().contains_key(header::ORIGIN) {
-        return forbidden("the admin API rejects requests with the header origin");
-    }
     let in_uri = request.uri().authority().map(Authority::as_str);
     let in_header = request.headers().get(header::HOST).map(|it| it.to_str().unwrap_or_default());
+    if let Some(origin) = request.headers().get(header::ORIGIN)
+        && in_uri.or(in_header).is_none_or(|host| !is_own_origin(origin, host))
+    {
+        return forbidden(
+            "the admin API rejects requests of web pages of another origin; allowed: the console at /",
+        );
+    }
     if checks_host && [in_uri, in_header].into_iter().flatten().any(is_domain) {
         return forbidden(
             "the admin API without keys rejects requests to a domain name; expected an IP address or a name \
@@ -80,6 +88,13 @@ async fn reject_browsers(
         );
     }
     next.run(request).await
+}
+
+/// Returns whether the page with this `origin` was loaded from this host and port.
+fn is_own_origin(origin: &HeaderValue, host: &str) -> bool {
+    let origin = origin.to_str().unwrap_or_default();
+    let of_page = ["https://", "http://"].iter().find_map(|scheme| origin.strip_prefix(scheme));
+    of_page.is_some_and(|of_page| of_page.eq_ignore_ascii_case(host))
 }
 
 /// Returns whether the host is neither an IP address nor a name without dots, which public DNS does
@@ -91,7 +106,7 @@ fn is_domain(authority: &str) -> bool {
 }
 
 async fn list(State(front): State<Arc<Front>>) -> Response {
-    Json(json!({"nodes": front.nodes.list()})).into_response()
+    Json(front.nodes.list()).into_response()
 }
 
 async fn forward(front: &Front, node: &str, call: AdminCall) -> Response {

@@ -139,6 +139,8 @@ pub(crate) type SharedEntry = Arc<Mutex<RequestEntry>>;
 pub(crate) enum Query {
     /// The requests with this request id, client label or trace id.
     Id(String),
+    /// The newest requests, at most this many.
+    Recent(usize),
     /// The slowest requests, at most this many.
     Slow(usize),
     /// The last requests that failed.
@@ -236,9 +238,12 @@ impl SharedHistory {
                 requests.sort_by_key(|entry| std::cmp::Reverse(duration(entry)));
                 FOUND_MAX.min(*count)
             }
-            Query::Id(_) | Query::Failed => {
+            Query::Recent(_) | Query::Id(_) | Query::Failed => {
                 requests.sort_by_key(age);
-                FOUND_MAX
+                match query {
+                    Query::Recent(count) => FOUND_MAX.min(*count),
+                    _ => FOUND_MAX,
+                }
             }
         };
         requests.truncate(count_max);
@@ -248,7 +253,7 @@ impl SharedHistory {
 
 fn matches(entry: &RequestEntry, query: &Query) -> bool {
     match query {
-        Query::Slow(_) => true,
+        Query::Recent(_) | Query::Slow(_) => true,
         Query::Failed => entry.end.as_ref().is_some_and(|end| !end.is_complete),
         Query::Id(key) => {
             // The id of a reply is the request id with the prefix of its API.

@@ -19,7 +19,7 @@ use std::{
 use futures_util::future::join_all;
 use proto::{
     ids::{NoRandomness, random_bits},
-    v1::{InFlight, PauseState, WeightsTransport},
+    v1::{InFlight, WeightsTransport},
 };
 use serde::Serialize;
 use telemetry::metrics::WeightMetrics;
@@ -38,7 +38,7 @@ use self::{
     update::{ModelUpdate, PendingCalls, UpdateSource},
     update_metrics::UpdateMetrics,
 };
-use crate::nodes::{Nodes, OwnedTask, WeightNode, WeightsAnswer};
+use crate::nodes::{Nodes, OwnedTask, WeightNode, WeightsAnswer, pause_name};
 
 /// Queued requests of operators.
 const REQUESTS_MAX: usize = 16;
@@ -593,11 +593,7 @@ impl UpdateTask {
             role: node.role,
             model: node.model,
             weight_version: node.version.to_string(),
-            pause: match node.pause {
-                PauseState::None => None,
-                PauseState::Pausing => Some("pausing"),
-                PauseState::Paused => Some("paused"),
-            },
+            pause: pause_name(node.pause),
         });
         let ended = self.ended.iter().rev().cloned();
         let mut updates = self.running.iter().map(ModelUpdate::view).chain(ended);

@@ -617,6 +617,21 @@ async fn operator_lists_drains_and_undrains_nodes_through_the_admin_port() {
     let origin = [("origin", "http://page.example")];
     let page = admin.post_with("/v1/nodes/prefill-0/drain", &origin, &json!({})).await;
     assert_eq!(page.status, 403);
+    let own = [("origin", "http://127.0.0.1:8002"), ("host", "127.0.0.1:8002")];
+    assert_eq!(admin.post_with("/v1/nodes/prefill-0/undrain", &own, &json!({})).await.status, 200);
+    for (origin, host) in [
+        ("http://127.0.0.1:3000", "127.0.0.1:8002"),
+        ("null", "127.0.0.1:8002"),
+        ("http://page.example:8002", "page.example:8002"),
+    ] {
+        let other = [("origin", origin), ("host", host)];
+        let page = admin.post_with("/v1/nodes/prefill-0/drain", &other, &json!({})).await;
+        assert_eq!(page.status, 403, "{origin} {host}");
+    }
+    let console = admin.get("/").await;
+    assert!(
+        console.headers["content-security-policy"].to_str().unwrap().contains("default-src 'none'")
+    );
     let rebound = [("host", "page.example:8002")];
     let page = admin.get_with("/v1/nodes", &rebound).await;
     assert_eq!(page.status, 403);

@@ -76,6 +76,8 @@ async fn disaggregated_and_short_requests_are_explained() {
 
     let slow = explain(&cluster, "?slow=1").await;
     assert_eq!(slow.len(), 1);
+    let recent = explain(&cluster, "?recent=9").await;
+    assert_eq!((recent.len(), &recent[0]["label"]), (2, &json!("short")));
     assert!(explain(&cluster, "?failed").await.is_empty());
 }
 
@@ -109,7 +111,7 @@ async fn unknown_request_is_answered_with_what_is_kept() {
     for words in ["\"nobody knows\"", "its 0 running requests", "the last 1 that ended", "s ago"] {
         assert!(message.contains(words), "{message}");
     }
-    for query in ["", "?slow=0", "?slow=many", "?other"] {
+    for query in ["", "?slow=0", "?recent=0", "?slow=many", "?other"] {
         let answer = ask(&cluster, query).await;
         assert_eq!(answer.status, 400, "{query}");
         assert!(answer.message().contains("allowed: /v1/explain/ID"), "{query}");

@@ -538,6 +538,8 @@ async fn operators_need_a_key_of_their_own_file() {
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
     let admin = Client::new(format!("http://{}", cluster.router.admin));
     assert_eq!(admin.get("/v1/nodes").await.status, 401);
+    // The page of the console has no data of the cluster, and asks for the key.
+    assert_eq!(admin.get("/").await.status, 200);
     assert_eq!(get(&admin, "/v1/nodes", "key-client").await.status, 401);
     assert_eq!(get(&admin, "/v1/nodes", "key-ops").await.status, 200);
     assert_eq!(get(&cluster.client, "/v1/models", "key-ops").await.status, 401);

@@ -12,7 +12,8 @@ use proto::{ids::TransferId, v1};
 
 use super::{
     AssignmentId, CACHED_BLOCKS_MAX, Health, NodeKey, SILENCE_MAX, StreamId, TIER_BLOCKS_MAX,
-    breaker::Breaker, service::Latency,
+    breaker::{Breaker, BreakerReason},
+    service::Latency,
 };
 use crate::{
     Epoch, Load, NodeAddress, NodeRecord, RecordError,
@@ -367,6 +368,11 @@ impl Member {
     /// Returns the record of the last process seen at the address.
     pub fn record(&self) -> Option<&NodeRecord> {
         self.seen.as_ref().map(|seen| &*seen.record)
+    }
+
+    /// Returns why the circuit breaker is open or half-open; `None` while it is closed.
+    pub fn excluded(&self) -> Option<BreakerReason> {
+        self.breaker.reason()
     }
 
     pub fn load(&self) -> Load {

@@ -51,6 +51,17 @@ pub struct BreakerChange {
     pub detail: String,
 }
 
+/// A prefill node and a decode node between which KV was transferred or failed to be.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Link<'a> {
+    pub prefill: &'a NodeAddress,
+    pub decode: &'a NodeAddress,
+    /// Transfer time of the KV of a token, in milliseconds; `None` without a completed transfer.
+    pub token_ms: Option<f64>,
+    /// Whether the circuit breaker of the pair is open or half-open.
+    pub is_excluded: bool,
+}
+
 /// A measure that finds slow nodes.
 struct Measure {
     name: &'static str,
@@ -102,6 +113,22 @@ impl Directory {
     pub fn excluded(&self, role: Role) -> usize {
         let members = self.members.values().filter(|member| member.address.role == role);
         members.filter(|member| member.breaker.reason().is_some()).count()
+    }
+
+    /// Returns the links that the router has measured, or that a circuit breaker excludes.
+    pub fn links(&self) -> impl Iterator<Item = Link<'_>> {
+        let is_open = |breaker: &Breaker| breaker.reason().is_some();
+        let measured = self.transfers.pairs().map(|(pair, token_ms)| (pair, Some(token_ms)));
+        let unmeasured = self.pair_breakers.iter().filter_map(move |(pair, breaker)| {
+            let is_new = self.transfers.measured(*pair).is_none();
+            (is_new && is_open(breaker)).then_some((*pair, None))
+        });
+        measured.chain(unmeasured).map(move |(pair, token_ms)| Link {
+            prefill: &self.members[&pair.0].address,
+            decode: &self.members[&pair.1].address,
+            token_ms,
+            is_excluded: self.pair_breakers.get(&pair).is_some_and(is_open),
+        })
     }
 
     /// Handles a failed attempt.

@@ -26,7 +26,16 @@ impl TransferTimes {
     /// Returns the transfer time of the pair; without a measurement the mean of the other pairs.
     pub(super) fn of(&self, pair: (NodeKey, NodeKey)) -> f64 {
         let mean = || self.sum_ms.max(0.0) / self.of_pairs.len().max(1) as f64;
-        self.of_pairs.get(&pair).copied().unwrap_or_else(mean)
+        self.measured(pair).unwrap_or_else(mean)
+    }
+
+    pub(super) fn measured(&self, pair: (NodeKey, NodeKey)) -> Option<f64> {
+        self.of_pairs.get(&pair).copied()
+    }
+
+    /// Returns the measured pairs and their times.
+    pub(super) fn pairs(&self) -> impl Iterator<Item = ((NodeKey, NodeKey), f64)> {
+        self.of_pairs.iter().map(|(pair, token_ms)| (*pair, *token_ms))
     }
 
     /// Drops the pairs of a node.

@@ -1,5 +1,5 @@
-//! `GET /v1/explain/{id}`, `/v1/explain?slow=N` and `/v1/explain?failed`: the history entries of
-//! requests.
+//! `GET /v1/explain/{id}`, `/v1/explain?recent=N`, `/v1/explain?slow=N` and `/v1/explain?failed`:
+//! the history entries of requests.
 
 use std::{sync::Arc, time::Instant};
 
@@ -42,15 +42,18 @@ pub(super) async fn explain(
     RawQuery(query): RawQuery,
 ) -> Response {
     let query = query.unwrap_or_default();
+    let positive = |count: &str| count.parse().ok().filter(|count| *count > 0);
     let parsed = match query.split_once('=').unwrap_or((&query, "")) {
         ("failed", "") => Some(Query::Failed),
-        ("slow", count) => count.parse().ok().filter(|count| *count > 0).map(Query::Slow),
+        ("recent", count) => positive(count).map(Query::Recent),
+        ("slow", count) => positive(count).map(Query::Slow),
         _ => None,
     };
     let Some(parsed) = parsed else {
         let shown: String = query.chars().take(100).collect();
         let message = format!(
-            "invalid query {shown:?}; allowed: /v1/explain/ID, /v1/explain?slow=N with N from 1, /v1/explain?failed"
+            "invalid query {shown:?}; allowed: /v1/explain/ID, /v1/explain?recent=N or ?slow=N with N from 1, \
+             /v1/explain?failed"
         );
         return ApiError::invalid(StatusCode::BAD_REQUEST, "invalid_value", message)
             .into_response();

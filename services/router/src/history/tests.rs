@@ -136,7 +136,7 @@ fn requests_are_found_by_request_id_response_id_label_and_trace_id() {
 }
 
 #[test]
-fn slow_and_failed_requests_are_selected() {
+fn slow_recent_and_failed_requests_are_selected() {
     let history = SharedHistory::new(Instant::now());
     for (id, duration, is_complete) in [(1, 30, true), (2, 10, false), (3, 20, true)] {
         let end = Some(end(Duration::from_secs(duration), is_complete));
@@ -145,6 +145,8 @@ fn slow_and_failed_requests_are_selected() {
     let received = NOW - Duration::from_secs(25);
     begin(&history, RequestEntry { received, ..entry(4) });
     assert_eq!(ids(&history, Query::Slow(3)), [1, 4, 3]);
+    assert_eq!(ids(&history, Query::Recent(2))[0], 4, "the newest first");
+    assert_eq!(ids(&history, Query::Recent(9)).len(), 4);
     assert_eq!(ids(&history, Query::Failed), [2]);
     let oldest = Some(NOW - RECEIVED);
     assert_eq!(

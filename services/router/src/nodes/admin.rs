@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use cluster::{Directory, Epoch};
-use proto::v1::{ResetPrefixCacheRequest, SetDrainingRequest, TraceRequest};
+use cluster::{BreakerReason, Directory, Epoch, Member, Role};
+use proto::v1::{PauseState, ResetPrefixCacheRequest, SetDrainingRequest, TraceRequest};
 use serde::Serialize;
 use tonic::{Code, Request, Status};
 
@@ -12,6 +12,8 @@ use super::{Nodes, channel::Client};
 
 /// Deadline of a call. The engine thread answers between two steps.
 const CALL_MAX: Duration = Duration::from_secs(10);
+/// Maximum number of links in a list: 1,000 nodes have 250,000 pairs.
+const LINKS_MAX: usize = 200;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AdminCall {
@@ -39,18 +41,58 @@ pub(crate) enum AdminError {
     Failed { node: String, reason: String },
 }
 
+/// The router's view of the cluster.
+#[derive(Debug, Serialize)]
+pub(crate) struct NodeList {
+    /// In the order of joining.
+    nodes: Vec<NodeSummary>,
+    /// The excluded pairs first, then the slowest.
+    links: Vec<LinkSummary>,
+    links_left_out: usize,
+}
+
+/// The router's measurement of the transfers from a prefill node to a decode node.
+#[derive(Debug, Serialize)]
+struct LinkSummary {
+    /// URL of the prefill node and of the decode node.
+    prefill: String,
+    decode: String,
+    /// Transfer time of the KV of a token; `None` without a completed transfer.
+    token_us: Option<f64>,
+    /// Whether the circuit breaker of the pair is open or half-open.
+    excluded: bool,
+}
+
 /// The router's view of a member.
 #[derive(Debug, Serialize)]
-pub(crate) struct NodeSummary {
+struct NodeSummary {
     /// `None` until the node has reported its record.
     node: Option<String>,
     role: &'static str,
     grpc: String,
     health: &'static str,
+    /// Reason for the health.
+    reason: String,
     draining: bool,
+    /// Reason why the circuit breaker of the node is open or half-open.
+    excluded: Option<&'static str>,
+    /// pausing or paused; `None` while the node serves.
+    pause: Option<&'static str>,
+    /// Whether this router lets the node prefill and decode.
+    both_roles: bool,
     model: Option<String>,
     running: u32,
+    /// Number of running sequences that still prefill.
+    prefilling: u32,
     waiting: u32,
+    pending_prompt_tokens: u64,
+    /// Number of attempts of this router on the node.
+    in_flight: usize,
+    /// Number of KV blocks of the node, of free ones, and of cached ones, which are evicted when
+    /// blocks are needed.
+    blocks: u32,
+    blocks_free: u32,
+    blocks_cached: u32,
 }
 
 /// The outcome of a call.
@@ -63,6 +105,15 @@ pub(crate) struct AdminOutcome {
     dropped_blocks: Option<u32>,
 }
 
+/// Returns the pause of a node as operators see it; `None` while the node serves.
+pub(crate) fn pause_name(pause: PauseState) -> Option<&'static str> {
+    match pause {
+        PauseState::None => None,
+        PauseState::Pausing => Some("pausing"),
+        PauseState::Paused => Some("paused"),
+    }
+}
+
 fn rejected(node: &str, status: Status) -> AdminError {
     let (node, reason) = (node.to_owned(), status.message().to_owned());
     match status.code() {
@@ -73,23 +124,54 @@ fn rejected(node: &str, status: Status) -> AdminError {
     }
 }
 
+impl NodeSummary {
+    fn new(directory: &Directory, member: &Member) -> Self {
+        let (record, load) = (member.record(), member.load());
+        Self {
+            node: record.map(|record| record.node_id.to_string()),
+            role: member.address.role.as_str(),
+            grpc: member.address.grpc.clone(),
+            health: member.health.as_str(),
+            reason: member.reason.clone(),
+            draining: load.draining,
+            excluded: member.excluded().map(BreakerReason::as_str),
+            pause: pause_name(load.pause()),
+            both_roles: Role::ALL.iter().all(|role| directory.takes(member, *role)),
+            model: record.map(|record| record.model.clone()),
+            running: load.running,
+            prefilling: load.prefilling,
+            waiting: load.waiting,
+            pending_prompt_tokens: load.pending_prompt_tokens,
+            in_flight: member.in_flight,
+            blocks: record.map_or(0, |record| record.block_count),
+            blocks_free: load.blocks_free,
+            blocks_cached: load.blocks_cached,
+        }
+    }
+}
+
 impl Nodes {
-    /// Returns all members in the order of joining.
-    pub(crate) fn list(&self) -> Vec<NodeSummary> {
-        let state = |member: &cluster::Member| {
-            let (record, load) = (member.record(), member.load());
-            NodeSummary {
-                node: record.map(|record| record.node_id.to_string()),
-                role: member.address.role.as_str(),
-                grpc: member.address.grpc.clone(),
-                health: member.health.as_str(),
-                draining: load.draining,
-                model: record.map(|record| record.model.clone()),
-                running: load.running,
-                waiting: load.waiting,
-            }
-        };
-        self.directory(|directory| directory.nodes().map(state).collect())
+    /// Returns the members and the links between them.
+    pub(crate) fn list(&self) -> NodeList {
+        self.directory(|directory| {
+            let nodes = directory.nodes().map(|member| NodeSummary::new(directory, member));
+            let mut links: Vec<LinkSummary> = directory
+                .links()
+                .map(|link| LinkSummary {
+                    prefill: link.prefill.grpc.clone(),
+                    decode: link.decode.grpc.clone(),
+                    token_us: link.token_ms.map(|ms| (ms * 1e6).round() / 1e3),
+                    excluded: link.is_excluded,
+                })
+                .collect();
+            let slowness = |link: &LinkSummary| link.token_us.unwrap_or_default();
+            links.sort_by(|a, b| {
+                b.excluded.cmp(&a.excluded).then(slowness(b).total_cmp(&slowness(a)))
+            });
+            let links_left_out = links.len().saturating_sub(LINKS_MAX);
+            links.truncate(LINKS_MAX);
+            NodeList { nodes: nodes.collect(), links, links_left_out }
+        })
     }
 
     /// Sends a call to the node with this id or URL.
