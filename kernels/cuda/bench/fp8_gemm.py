@@ -9,8 +9,8 @@ import sys
 
 import torch
 
-from abi import SkinnyArgs
 from harness import Results, alternate, capture
+from abi import SkinnyArgs
 from skinny_gemm import F32, PLAIN, QKV, QUICK, RESIDUAL, SILU, kernels, own
 
 BLOCK = 128

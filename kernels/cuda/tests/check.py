@@ -675,8 +675,8 @@ def check_dependent_launch():
                 strides = (arena.stride(0), arena.stride(3), arena.stride(4))
                 if own_product:
                     lib.skinny_gemm(SkinnyArgs(
-                        weights[layer].data_ptr(), x.data_ptr(), depth, None, None, q.data_ptr(), heads * dim, k=keys.data_ptr(),
-                        v=values.data_ptr(), stride_block=strides[0], stride_head=strides[1], stride_token=strides[2],
+                        weight=weights[layer].data_ptr(), x=x.data_ptr(), x_stride=depth, out=q.data_ptr(), out_stride=heads * dim,
+                        k=keys.data_ptr(), v=values.data_ptr(), stride_block=strides[0], stride_head=strides[1], stride_token=strides[2],
                         frequencies=frequencies.data_ptr(), positions=arrays.row_positions.data_ptr(),
                         destinations=arrays.row_destinations.data_ptr(), rows=count, n=width, depth=depth, epilogue=4,
                         query_heads=heads, kv_heads=kv_heads, head_dim=dim, pdl=pdl))
