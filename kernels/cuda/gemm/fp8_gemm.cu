@@ -27,6 +27,7 @@ constexpr int kSlice = 128;  // elements of k in a row of 128 bytes
 constexpr int kSmem = 227 * 1024;
 constexpr int kStagesMost = 16;
 constexpr int kRowsMost = 32;
+constexpr int kWidenedRowsMost = 16;  // of skinny_gemm.cu
 constexpr int kGroups = 2;  // warpgroups that multiply
 constexpr int kBlock = 128;  // rows and columns of a block of the weight with a scale
 constexpr float kLowFactor = 1.f / 32.f;
@@ -500,6 +501,9 @@ int32_t load_fp8_gemm() {
 
 int fp8_gemm_tile(const baton_skinny_gemm_args& p, const Device& device) {
   if (encode == nullptr || p.rows > kRowsMost || p.n % 16 != 0) return 0;
+  // Where a CTA has only one tile, splitting x takes longer than widening the weight (README.md).
+  const bool is_narrow = p.epilogue == BATON_SKINNY_RESIDUAL && p.n <= 32 * ctas_max(p, device);
+  if (is_narrow && p.rows <= kWidenedRowsMost && p.weight_block == 0) return 0;
   const Choice choice = choose(p, device);
   return choice.rows == 0 ? 0 : choice.rows / choice.split;
 }
