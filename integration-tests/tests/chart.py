@@ -430,6 +430,9 @@ class Chart(unittest.TestCase):
         self.assertEqual(budgets(), [])
         self.assertEqual(budgets("--set", "nodes.replicas=2"), ["baton-m-decode", "baton-m-prefill"])
         self.assertEqual(budgets("--set", "router.autoscaling.enabled=true"), ["baton-router"])
+        scaled = "nodes.autoscaling.enabled=true,monitoring.prometheus=http://p:9090"
+        self.assertEqual(budgets("--set", scaled), ["baton-m-decode", "baton-m-prefill"])
+        self.assertEqual(budgets("--set", f"{scaled},nodes.autoscaling.max=1"), [])
 
     def test_replicas_are_absent_where_something_scales(self):
         for it in objects("--values", EVERYTHING):

@@ -187,7 +187,7 @@ persistentVolumeClaim: {claimName: {{ include "baton.name" (list . "cache") }}}
 {{- end -}}
 {{- end -}}
 
-{{- /* The ConfigMap of a component and, from two replicas on, its PodDisruptionBudget. Fields as of baton.pod. */ -}}
+{{- /* The ConfigMap of a component and its PodDisruptionBudget, if it can have two replicas. Fields as of baton.pod. */ -}}
 {{- define "baton.around" -}}
 {{- $selector := not .model | ternary (list .root .component) (list .root .component .model) -}}
 apiVersion: v1
@@ -198,7 +198,7 @@ metadata:
 data:
   baton.toml: | {{ .toml | nindent 4 }}
 {{- $scaling := .values.autoscaling }}
-{{- if ge (int64 ($scaling.enabled | ternary $scaling.min .values.replicas)) 2 }}
+{{- if ge (int64 ($scaling.enabled | ternary $scaling.max .values.replicas)) 2 }}
 ---
 apiVersion: policy/v1
 kind: PodDisruptionBudget
