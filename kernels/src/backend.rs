@@ -270,6 +270,8 @@ pub struct ExpertShape {
     pub hidden: usize,
     /// Width of the intermediate layer of the rank's part of an expert.
     pub size: usize,
+    /// That width of the shared expert; 0: there is none.
+    pub shared: usize,
 }
 
 /// Low-rank update of a weight matrix: a range of the matrix's output features gets `b · a` added.

@@ -108,7 +108,7 @@ pub use collective::{
 pub use context::{Compute, Context, DeviceToHost, Event, HostToDevice, Stream, StreamRole};
 pub use driver::{CUDA_NEEDED, Device, Driver, Link, has_cublaslt, has_nccl};
 pub use error::{CudaError, CudaVersion};
-pub use experts::{CudaExperts, EXPERTS_CHOSEN_MAX, EXPERTS_MAX};
+pub use experts::{CudaExperts, EXPERT_GROUPS_MAX, EXPERTS_CHOSEN_MAX, EXPERTS_MAX};
 pub use export::{ExportedMemory, HANDLE_BYTES};
 pub use gemm::{Gemm, GemmShape, WORKSPACE_BYTES};
 pub use graph::Graph;

@@ -2,8 +2,9 @@
 
 use kernels::{
     Backend, RowSource, WeightFormat,
-    backend::{ExpertChoice, ExpertShape, ExpertWeights},
+    backend::{ExpertChoice, ExpertScore, ExpertShape, ExpertWeights, SharedExpert},
     cuda::CudaOptions,
+    fp8::{self, BlockScales},
 };
 
 use super::{
@@ -50,10 +51,112 @@ impl RowSource for Zeros {
     }
 }
 
+/// A matrix in FP8 with a scale for each row, whose outputs have about the magnitude of its inputs.
+struct Fp8Scaled(Random);
+
+impl Fp8Scaled {
+    fn scale(&self, row: usize) -> f32 {
+        let scale = (1.7 / (self.cols() as f32).sqrt()).log2().round().exp2();
+        [0.7, 1.0, 1.3][row % 3] * scale / fp8::E4M3_MAX
+    }
+
+    fn bits(&self, row: usize) -> Vec<u8> {
+        let mut values = vec![0.0; self.cols()];
+        self.0.read_row(row, &mut values);
+        values.iter().map(|value| fp8::encode(value * fp8::E4M3_MAX)).collect()
+    }
+}
+
+impl RowSource for Fp8Scaled {
+    fn rows(&self) -> usize {
+        self.0.rows
+    }
+
+    fn cols(&self) -> usize {
+        self.0.cols
+    }
+
+    fn read_row(&self, row: usize, out: &mut [f32]) {
+        for (out, bits) in out.iter_mut().zip(self.bits(row)) {
+            *out = fp8::decode(bits) * self.scale(row);
+        }
+    }
+
+    fn may_be_quantized(&self) -> bool {
+        true
+    }
+
+    fn fp8_scales(&self) -> Option<Vec<BlockScales>> {
+        let (rows, cols) = (self.rows(), self.cols());
+        let scales = (0..rows).map(|row| self.scale(row)).collect();
+        Some(vec![BlockScales::new([rows, cols], [1, cols], scales)])
+    }
+
+    fn read_fp8(&self, first: usize, out: &mut [u8]) {
+        for (row, out) in out.chunks_exact_mut(self.cols()).enumerate() {
+            out.copy_from_slice(&self.bits(first + row));
+        }
+    }
+}
+
+/// A matrix of which few elements are not 0.
+struct Sparse {
+    rows: usize,
+    cols: usize,
+    elements: Vec<(usize, usize, f32)>,
+}
+
+impl RowSource for Sparse {
+    fn rows(&self) -> usize {
+        self.rows
+    }
+
+    fn cols(&self) -> usize {
+        self.cols
+    }
+
+    fn read_row(&self, row: usize, out: &mut [f32]) {
+        out.fill(0.0);
+        for &(_, col, value) in self.elements.iter().filter(|(at, ..)| *at == row) {
+            out[col] = value;
+        }
+    }
+}
+
+/// Multiples of 1/8, so that logits of whole numbers are exact, and many are equal.
+struct Eighths(Random);
+
+impl RowSource for Eighths {
+    fn rows(&self) -> usize {
+        self.0.rows
+    }
+
+    fn cols(&self) -> usize {
+        self.0.cols
+    }
+
+    fn read_row(&self, row: usize, out: &mut [f32]) {
+        self.0.read_row(row, out);
+        out.iter_mut().for_each(|value| *value = (*value * 1.5).round() / 8.0);
+    }
+}
+
+/// Matrices of a mixture.
+struct Sources<'a> {
+    router: &'a dyn RowSource,
+    shared_router: Option<&'a dyn RowSource>,
+    bias: Option<Vec<f32>>,
+    /// Gate and up, and down, of an expert; the shared expert follows the last one.
+    expert: &'a dyn Fn(usize, usize) -> [Box<dyn RowSource>; 2],
+}
+
 /// A mixture of experts and its buffers on a backend.
 struct Mixture<B: Backend> {
     router: B::Matrix,
+    shared_router: Option<B::Matrix>,
+    bias: Option<B::Vector>,
     experts: Vec<(B::Matrix, B::Matrix)>,
+    shared: Option<(B::Matrix, B::Matrix)>,
     choice: ExpertChoice,
     norm: B::Vector,
     buffers: B::ExpertBuffers,
@@ -63,14 +166,24 @@ struct Mixture<B: Backend> {
 }
 
 impl<B: Bench> Mixture<B> {
-    fn new(backend: &B, rows_max: usize, shape: ExpertShape, router: &dyn RowSource) -> Self {
-        let ExpertShape { count, chosen, hidden, size } = shape;
-        let matrix = |rows, cols, seed| backend.matrix(&Scaled(Random { rows, cols, seed }));
-        let expert = |at: u32| (matrix(2 * size, hidden, 2 * at), matrix(hidden, size, 2 * at + 1));
+    fn new(
+        backend: &B,
+        rows_max: usize,
+        (shape, choice): (ExpertShape, ExpertChoice),
+        sources: &Sources<'_>,
+    ) -> Self {
+        let ExpertShape { count, hidden, size, shared, .. } = shape;
+        let expert = |index: usize, size: usize| {
+            let [gate_up, down] = (sources.expert)(index, size);
+            (backend.matrix(&*gate_up), backend.matrix(&*down))
+        };
         Self {
-            router: backend.router(router),
-            experts: (0..count as u32).map(expert).collect(),
-            choice: ExpertChoice::softmax(chosen, count % 2 == 0),
+            router: backend.router(sources.router),
+            shared_router: sources.shared_router.map(|router| backend.router(router)),
+            bias: sources.bias.as_ref().map(|bias| backend.vector(bias)),
+            experts: (0..count).map(|index| expert(index, size)).collect(),
+            shared: (shared > 0).then(|| expert(count, shared)),
+            choice,
             norm: backend.vector(&numbers(3, hidden)),
             buffers: backend.expert_buffers(rows_max, shape),
             x: backend.buffer(rows_max, hidden),
@@ -81,9 +194,15 @@ impl<B: Bench> Mixture<B> {
 
     /// Returns the mixture, and residual stream and norm after its addition.
     fn run(&mut self, backend: &mut B, rows: usize, x: &[f32]) -> [Vec<f32>; 3] {
-        let Self { router, experts, choice, norm, buffers, x: input, delta, residual } = self;
-        let (bias, shared, choice) = (None, None, *choice);
+        let shared = self.shared.as_ref().map(|(gate_up, down)| SharedExpert {
+            gate_up,
+            down,
+            router: self.shared_router.as_ref(),
+        });
+        let Self { router, bias, experts, choice, .. } = self;
+        let (bias, choice) = (bias.as_ref(), *choice);
         let weights = ExpertWeights { router, bias, experts, first: 0, shared, choice };
+        let Self { norm, buffers, x: input, delta, residual, .. } = self;
         backend.put(input, x);
         backend.put(residual, &x.iter().map(|value| value * 0.5).collect::<Vec<_>>());
         backend.poison(delta);
@@ -95,80 +214,208 @@ impl<B: Bench> Mixture<B> {
     }
 }
 
-const SHAPES: [ExpertShape; 6] = [
-    ExpertShape { count: 128, chosen: 8, hidden: 256, size: 96 },
-    ExpertShape { count: 8, chosen: 2, hidden: 512, size: 448 },
-    ExpertShape { count: 5, chosen: 5, hidden: 72, size: 40 },
-    ExpertShape { count: 1, chosen: 1, hidden: 8, size: 8 },
-    ExpertShape { count: 60, chosen: 4, hidden: 1032, size: 136 },
-    ExpertShape { count: 512, chosen: 10, hidden: 64, size: 64 },
+/// All are multiples of 16 but in the third and fifth, which have no kernels in FP8.
+const SHAPES: [ExpertShape; 8] = [
+    ExpertShape { count: 128, chosen: 8, hidden: 256, size: 96, shared: 0 },
+    ExpertShape { count: 8, chosen: 2, hidden: 512, size: 448, shared: 0 },
+    ExpertShape { count: 5, chosen: 5, hidden: 72, size: 40, shared: 24 },
+    ExpertShape { count: 1, chosen: 1, hidden: 16, size: 16, shared: 0 },
+    ExpertShape { count: 60, chosen: 4, hidden: 1032, size: 136, shared: 264 },
+    ExpertShape { count: 512, chosen: 10, hidden: 64, size: 64, shared: 32 },
+    ExpertShape { count: 5, chosen: 3, hidden: 80, size: 48, shared: 48 },
+    ExpertShape { count: 60, chosen: 4, hidden: 1040, size: 144, shared: 272 },
 ];
 const ROWS: [usize; 17] = [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 131, 256, 257, 300];
 const ROWS_MAX: usize = 300;
+/// Maximum rows of a mixture in FP8 whose inputs are not rounded to FP8.
+const FEW_ROWS_MAX: usize = 256;
 
-fn assert_close(found: &[Vec<f32>; 3], wanted: &[Vec<f32>; 3], what: &str) {
+/// Returns whether all matrices of the shape are kept in FP8.
+fn fits_fp8(shape: &ExpertShape) -> bool {
+    [shape.hidden, shape.size, shape.shared].iter().all(|size| size.is_multiple_of(16))
+}
+
+/// Calls `body` with random matrices. Every second shape's shared expert has a router.
+fn with_sources<T>(
+    shape: ExpertShape,
+    weights: WeightFormat,
+    router: &dyn RowSource,
+    body: impl FnOnce(&Sources<'_>) -> T,
+) -> T {
+    let matrix = |rows, cols, seed| -> Box<dyn RowSource> {
+        let random = Random { rows, cols, seed };
+        match weights {
+            WeightFormat::Fp8 => Box::new(Fp8Scaled(random)),
+            _ => Box::new(Scaled(random)),
+        }
+    };
+    let expert = |index: usize, size: usize| {
+        let seed = 2 * index as u32;
+        [matrix(2 * size, shape.hidden, seed), matrix(shape.hidden, size, seed + 1)]
+    };
+    let shared_router = Scaled(Random { rows: 1, cols: shape.hidden, seed: 78 });
+    let has_router = shape.shared > 0 && shape.count % 2 == 0;
+    body(&Sources {
+        router,
+        shared_router: has_router.then_some(&shared_router),
+        bias: None,
+        expert: &expert,
+    })
+}
+
+/// `rounds`: inputs are rounded to FP8, by a 38th in the root mean square.
+fn assert_close(found: &[Vec<f32>; 3], wanted: &[Vec<f32>; 3], rounds: bool, what: &str) {
+    let tolerance = if rounds { 0.5 } else { 0.03 };
     for (index, (found, wanted)) in found.iter().zip(wanted).enumerate() {
         assert_eq!(found.len(), wanted.len(), "{what}");
         let size = rms(wanted.iter().copied());
+        let error = rms(found.iter().zip(wanted).map(|(found, wanted)| found - wanted));
+        assert!(error <= 0.1 * size, "{what}, result {index}: errors of {error}, not of {size}");
         for (at, (found, wanted)) in found.iter().zip(wanted).enumerate() {
             let error = (found - wanted).abs();
             // A comparison with NaN is false.
-            let is_near = error <= 0.03 * (size + wanted.abs());
+            let is_near = error <= tolerance * (size + wanted.abs());
             assert!(is_near, "{what}, result {index}: element {at} is {found}, not {wanted}");
         }
     }
 }
 
-fn compare(shape: ExpertShape, router: &dyn RowSource, input: impl Fn(usize) -> Vec<f32>) {
+fn compare(
+    shape: ExpertShape,
+    weights: WeightFormat,
+    router: &dyn RowSource,
+    input: impl Fn(usize) -> Vec<f32>,
+) {
     let gpu = gpu();
-    let options = CudaOptions::new(WeightFormat::Bf16);
-    let (mut cuda, mut on_gpu) =
-        gpu.backend_with(options, |backend| Mixture::new(backend, ROWS_MAX, shape, router));
-    let mut cpu = cpu(WeightFormat::Bf16);
-    let mut on_cpu = Mixture::new(&cpu, ROWS_MAX, shape, router);
-    for rows in ROWS {
-        let x = input(rows);
-        let found = on_gpu.run(&mut cuda, rows, &x);
-        let wanted = on_cpu.run(&mut cpu, rows, &x);
-        assert_close(&found, &wanted, &format!("{shape:?}, {rows} rows"));
-    }
+    let choice = ExpertChoice::softmax(shape.chosen, shape.count % 2 == 0);
+    with_sources(shape, weights, router, |sources| {
+        let mixture = (shape, choice);
+        let (mut cuda, mut on_gpu) = gpu.backend_with(CudaOptions::new(weights), |backend| {
+            Mixture::new(backend, ROWS_MAX, mixture, sources)
+        });
+        let mut cpu = cpu(WeightFormat::F32);
+        let mut on_cpu = Mixture::new(&cpu, ROWS_MAX, mixture, sources);
+        for rows in ROWS {
+            let x = input(rows);
+            let found = on_gpu.run(&mut cuda, rows, &x);
+            let wanted = on_cpu.run(&mut cpu, rows, &x);
+            // The shared expert's inputs are rounded from fewer rows on.
+            let rounds = rows > FEW_ROWS_MAX || shape.shared > 0 && rows > 32;
+            let rounds = weights == WeightFormat::Fp8 && rounds;
+            assert_close(&found, &wanted, rounds, &format!("{shape:?}, {weights}, {rows} rows"));
+        }
+    });
 }
 
 pub(crate) fn mixtures_of_any_size_and_rows_match_cpu() {
     for shape in SHAPES {
-        let router = Random { rows: shape.count, cols: shape.hidden, seed: 77 };
-        let router = Scaled(router);
-        compare(shape, &router, |rows| numbers(5 + rows as u32, rows * shape.hidden));
+        let router = Scaled(Random { rows: shape.count, cols: shape.hidden, seed: 77 });
+        for weights in [WeightFormat::Bf16, WeightFormat::Fp8] {
+            if weights == WeightFormat::Fp8 && !fits_fp8(&shape) {
+                continue;
+            }
+            compare(shape, weights, &router, |rows| numbers(5 + rows as u32, rows * shape.hidden));
+        }
     }
 }
 
 /// All rows go to the same experts, and the other experts have no rows.
 pub(crate) fn equal_rows_and_equal_logits_match_cpu() {
-    for shape in &SHAPES[..3] {
+    for (shape, weights) in [
+        (SHAPES[0], WeightFormat::Bf16),
+        (SHAPES[1], WeightFormat::Bf16),
+        (SHAPES[2], WeightFormat::Bf16),
+        (SHAPES[0], WeightFormat::Fp8),
+        (SHAPES[6], WeightFormat::Fp8),
+    ] {
         let router = Random { rows: shape.count, cols: shape.hidden, seed: 77 };
         let row = numbers(9, shape.hidden);
-        compare(*shape, &Scaled(router), |rows| row.repeat(rows));
+        compare(shape, weights, &Scaled(router), |rows| row.repeat(rows));
         // Ties go to the lowest experts.
         let router = Zeros(shape.count, shape.hidden);
-        compare(*shape, &router, |rows| numbers(8, rows * shape.hidden));
+        compare(shape, weights, &router, |rows| numbers(8, rows * shape.hidden));
     }
 }
 
 pub(crate) fn a_row_has_the_bits_that_it_has_alone() {
     const MOST: usize = 256;
     let gpu = gpu();
-    for shape in SHAPES {
+    for (shape, weights) in SHAPES
+        .iter()
+        .flat_map(|shape| [(*shape, WeightFormat::Bf16), (*shape, WeightFormat::Fp8)])
+        // GEMMs of the shared expert depend on the number of rows.
+        .map(|(shape, weights)| (ExpertShape { shared: 0, ..shape }, weights))
+        .filter(|(shape, weights)| *weights == WeightFormat::Bf16 || fits_fp8(shape))
+    {
         let router = Scaled(Random { rows: shape.count, cols: shape.hidden, seed: 77 });
-        let options = CudaOptions::new(WeightFormat::Bf16);
-        let (mut cuda, mut mixture) =
-            gpu.backend_with(options, |backend| Mixture::new(backend, MOST, shape, &router));
+        let mixture = (shape, ExpertChoice::softmax(shape.chosen, true));
+        let (mut cuda, mut mixture) = with_sources(shape, weights, &router, |sources| {
+            gpu.backend_with(CudaOptions::new(weights), |backend| {
+                Mixture::new(backend, MOST, mixture, sources)
+            })
+        });
         let x = numbers(5, MOST * shape.hidden);
         let all = mixture.run(&mut cuda, MOST, &x);
         for row in [0, 1, 100, 255] {
             let part = row * shape.hidden..(row + 1) * shape.hidden;
             let alone = mixture.run(&mut cuda, 1, &x[part.clone()]);
             for (alone, all) in alone.iter().zip(&all) {
-                assert!(*alone == all[part.clone()], "{shape:?}, row {row}");
+                assert!(*alone == all[part.clone()], "{shape:?}, {weights}, row {row}");
+            }
+        }
+    }
+}
+
+/// Expert e adds its weight to element e of the output. So every choice and weight is visible.
+/// Logits are exact, and many are equal.
+pub(crate) fn chosen_experts_and_weights_match_cpu() {
+    const SIZE: usize = 8;
+    let gpu = gpu();
+    let softmax = ExpertChoice::softmax;
+    let sigmoid = |count| ExpertChoice { score: ExpertScore::Sigmoid, ..softmax(count, true) };
+    let grouped = |choice, groups, groups_chosen| ExpertChoice { groups, groups_chosen, ..choice };
+    for (count, choice, has_bias) in [
+        (128, softmax(8, true), false),
+        (64, softmax(8, false), false),
+        (64, softmax(6, true), true),
+        (160, ExpertChoice { scale: 2.5, ..sigmoid(8) }, true),
+        (24, grouped(sigmoid(4), 6, 2), true),
+        (256, grouped(ExpertChoice { scale: 2.5, ..sigmoid(8) }, 8, 4), true),
+        (256, grouped(softmax(6, false), 32, 3), false),
+        (40, ExpertChoice { is_normalized: false, ..sigmoid(32) }, true),
+        (6, grouped(sigmoid(2), 6, 2), true),
+    ] {
+        let hidden = 264;
+        let shape = ExpertShape { count, chosen: choice.count, hidden, size: SIZE, shared: 0 };
+        // silu(4 x0) * x0 with x0 = 1.
+        let expert = |index: usize, _: usize| -> [Box<dyn RowSource>; 2] {
+            let elements = vec![(0, 0, 4.0), (SIZE, 0, 1.0)];
+            let gate_up = Sparse { rows: 2 * SIZE, cols: hidden, elements };
+            let elements = vec![(index, 0, 1.0)];
+            [Box::new(gate_up), Box::new(Sparse { rows: hidden, cols: SIZE, elements })]
+        };
+        let bias = numbers(12, count).iter().map(|value| (value * 16.0).round() / 64.0).collect();
+        let router = Eighths(Random { rows: count, cols: hidden, seed: 77 });
+        let bias = has_bias.then_some(bias);
+        let sources = Sources { router: &router, shared_router: None, bias, expert: &expert };
+        let options = CudaOptions::new(WeightFormat::Bf16);
+        let (mut cuda, mut on_gpu) = gpu.backend_with(options, |backend| {
+            Mixture::new(backend, ROWS_MAX, (shape, choice), &sources)
+        });
+        let mut cpu = cpu(WeightFormat::F32);
+        let mut on_cpu = Mixture::new(&cpu, ROWS_MAX, (shape, choice), &sources);
+        for rows in [1, 16, 33, 256, 300] {
+            let mut x = numbers(5 + rows as u32, rows * hidden);
+            x.iter_mut().for_each(|value| *value = (*value * 2.5).round());
+            x.chunks_exact_mut(hidden).for_each(|row| row[0] = 1.0);
+            let [found, ..] = on_gpu.run(&mut cuda, rows, &x);
+            let [wanted, ..] = on_cpu.run(&mut cpu, rows, &x);
+            for (at, (found, wanted)) in found.iter().zip(&wanted).enumerate() {
+                let (row, expert) = (at / hidden, at % hidden);
+                assert!(
+                    (found - wanted).abs() <= 0.01 * wanted.abs(),
+                    "{choice:?} of {count}, {rows} rows: row {row} has expert {expert} with {found}, not {wanted}"
+                );
             }
         }
     }

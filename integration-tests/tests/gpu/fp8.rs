@@ -199,6 +199,8 @@ pub(crate) fn models_in_fp8_are_close_to_bf16_with_and_without_graphs() {
         ("LlamaForCausalLM", "llama", 64),
         ("Qwen2ForCausalLM", "qwen2", 128),
         ("Qwen3ForCausalLM", "qwen3", 64),
+        ("Qwen3MoeForCausalLM", "qwen3_moe", 64),
+        ("Glm4MoeForCausalLM", "glm4_moe", 128),
     ] {
         let checkpoint = model::checkpoint_with(architecture, model_type, head_dim);
         let wanted = model::by_cpu(&checkpoint, WeightFormat::Bf16);
@@ -206,17 +208,16 @@ pub(crate) fn models_in_fp8_are_close_to_bf16_with_and_without_graphs() {
         let found = model::by_gpu(&gpu, &checkpoint, options, 1);
         // Inputs are equal as long as the tokens are equal.
         let same = found.iter().zip(&wanted).take_while(|(a, b)| a.0 == b.0).count();
-        for (found, wanted) in found.iter().zip(&wanted).take(same + 1) {
-            let error =
-                model::rms(found.1.iter().zip(&wanted.1).map(|(found, wanted)| found - wanted));
-            let size = model::rms(wanted.1.iter().copied());
-            // Rounding of weights and inputs to three bits changes the logits of a random model by
-            // an eighth.
-            assert!(
-                error < 0.2 * size,
-                "{architecture}: logits of magnitude {size} have an error of {error}"
-            );
-        }
+        let steps = found.iter().zip(&wanted).take(same + 1);
+        let errors: Vec<f32> =
+            steps.flat_map(|(found, wanted)| model::row_errors(&found.1, &wanted.1)).collect();
+        // Rounding of weights and inputs to three bits changes the logits of a random model by an
+        // eighth, and by more where it chooses another expert.
+        let bound = if checkpoint.config().experts().is_some() { 0.4 } else { 0.2 };
+        assert!(
+            errors.iter().all(|error| *error < bound),
+            "{architecture}: the relative errors of rows of logits are {errors:.3?}"
+        );
         eprintln!("{architecture}: {same} steps chose the tokens of bf16");
         let replayed = model::by_gpu(&gpu, &checkpoint, CudaOptions { graphs: true, ..options }, 1);
         assert_eq!(replayed, found, "{architecture}, replayed");

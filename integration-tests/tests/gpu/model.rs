@@ -30,8 +30,11 @@ pub(crate) fn checkpoint_with(architecture: &str, model_type: &str, head_dim: us
         "vocab_size": 1003, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0, "tie_word_embeddings": false, "hidden_act": "silu",
         "bos_token_id": 1, "eos_token_id": 2,
-        "num_experts": 24, "num_local_experts": 5, "moe_intermediate_size": 72,
-        "num_experts_per_tok": 4, "norm_topk_prob": true
+        "num_experts": 24, "num_local_experts": 5, "moe_intermediate_size": 80,
+        "num_experts_per_tok": 4, "norm_topk_prob": true,
+        "shared_expert_intermediate_size": 48, "n_routed_experts": 24, "n_group": 4, "topk_group": 2,
+        "routed_scaling_factor": 1.5, "use_qk_norm": true, "moe_num_experts": 24, "moe_k": 4,
+        "scoring_func": "sigmoid", "rotary_dim": head_dim / 2
     });
     let path = folder.path().join("config.json");
     std::fs::write(&path, config.to_string()).unwrap();
@@ -221,6 +224,15 @@ pub(crate) fn every_architecture_matches_cpu_logits_and_tokens() {
     }
 }
 
+/// Returns the relative error of each row of logits.
+pub(crate) fn row_errors(found: &[f32], wanted: &[f32]) -> Vec<f32> {
+    let of_row = |(found, wanted): (&[f32], &[f32])| {
+        let error = rms(found.iter().zip(wanted).map(|(found, wanted)| found - wanted));
+        error / rms(wanted.iter().copied())
+    };
+    found.chunks(1003).zip(wanted.chunks(1003)).map(of_row).collect()
+}
+
 /// Runs bf16 in every configuration. Logits are close to the CPU's. They are bit-identical where
 /// only the kind of launch differs.
 pub(crate) fn fused_kernels_and_graph_replay_match_cpu_logits_in_bf16() {
@@ -236,10 +248,14 @@ pub(crate) fn fused_kernels_and_graph_replay_match_cpu_logits_in_bf16() {
         ("Qwen3ForCausalLM", "qwen3", 64),
         ("MixtralForCausalLM", "mixtral", 64),
         ("Qwen3MoeForCausalLM", "qwen3_moe", 128),
+        ("Qwen2MoeForCausalLM", "qwen2_moe", 64),
+        ("OlmoeForCausalLM", "olmoe", 64),
+        ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", 128),
+        ("Glm4MoeForCausalLM", "glm4_moe", 128),
+        ("MiniMaxM2ForCausalLM", "minimax_m2", 64),
     ] {
         let checkpoint = checkpoint_with(architecture, model_type, head_dim);
-        // Rounding may choose another expert of an almost equal, small weight.
-        let bound = if checkpoint.config().experts().is_some() { 0.15 } else { 0.05 };
+        let has_experts = checkpoint.config().experts().is_some();
         let wanted = by_cpu(&checkpoint, WeightFormat::Bf16);
         for options in [best, sparing, unfused, flash, CudaOptions { fused: false, ..flash }] {
             let what = format!("{architecture}, heads of {head_dim}, {options:?}");
@@ -247,16 +263,16 @@ pub(crate) fn fused_kernels_and_graph_replay_match_cpu_logits_in_bf16() {
             let rounded = by_gpu(&gpu, &checkpoint, options, 1);
             // Inputs are equal as long as the tokens are equal.
             let same = rounded.iter().zip(&wanted).take_while(|(a, b)| a.0 == b.0).count();
-            for (found, wanted) in rounded.iter().zip(&wanted).take(same + 1) {
-                let error =
-                    rms(found.1.iter().zip(&wanted.1).map(|(found, wanted)| found - wanted));
-                let size = rms(wanted.1.iter().copied());
-                assert!(
-                    error < bound * size,
-                    "{what}: logits of magnitude {size} have an error of {error}"
-                );
-            }
+            let steps = rounded.iter().zip(&wanted).take(same + 1);
+            let mut errors: Vec<f32> =
+                steps.flat_map(|(found, wanted)| row_errors(&found.1, &wanted.1)).collect();
+            errors.sort_by(f32::total_cmp);
+            let (middle, most) = (errors[errors.len() / 2], errors[errors.len() - 1]);
+            // Rounding may choose another expert of an almost equal score. That changes some rows
+            // a lot, and most rows not at all.
+            let is_near = if has_experts { middle < 0.03 && most < 0.3 } else { most < 0.05 };
             eprintln!("{what}: {same} of {STEPS} steps chose the CPU's tokens");
+            assert!(is_near, "{what}: the relative errors of rows of logits are {errors:.3?}");
             let can_capture = options.attention == AttentionKind::Auto && head_dim >= 64;
             for (graphs, dependent_launch) in [(false, true), (true, false), (true, true)] {
                 if graphs && !can_capture {

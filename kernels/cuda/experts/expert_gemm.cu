@@ -7,42 +7,60 @@
 // Small tiles give every SM an equal share of the weights, and large tiles read x and the weight less often. The order of
 // a sum over k does not depend on the tile: a row's results have the same bits in any company.
 //
+// Weights in FP8 (e4m3) are multiplied in FP8. x is a number in FP8 (one part), or the sum of two (two parts), which lose
+// nothing of bf16: the parts are two rows of the 64 that wgmma multiplies. gate and up write x of down in the same form,
+// with a factor for each 64 columns. The tensor cores keep about 14 bits of a sum in FP8, so each slice starts with zero
+// and is added to f32 sums.
+//
 // With `pdl` down fills its ring with weights before the preceding kernel has completed: the lists are older.
 #include <cuda.h>
+#include <cuda_fp8.h>
 
 #include "experts.h"
 
 #include "device.cuh"
 #include "items.cuh"
+#include "split.cuh"
 
 namespace baton {
 namespace {
 
-constexpr int kChunk = 64;  // elements of k in a row of 128 bytes, the widest row that TMA swizzles
-constexpr int kGroupRows = 64;  // rows of x that a warpgroup computes
+constexpr int kSliceBytes = 128;  // of k in a row of a stage, the widest row that TMA swizzles
+constexpr int kGroupRows = 64;  // rows of shared memory that a warpgroup multiplies
 constexpr int kLoaders = 128;
 constexpr int kSmem = 227 * 1024;
 constexpr int kStagesMost = 12;
+constexpr int kFactorColumns = 64;  // columns of x of down with one factor
+constexpr float kLowFactor = 1.f / 32.f;  // of the second part of x
 constexpr int kManyRows = 40;  // rows of an expert, on average, above which large tiles are faster
 
-// ROWS: rows of x in a tile; N: weight rows; KC: chunks of k per stage.
-template <int ROWS, int N, int KC>
+// ROWS: rows of x in shared memory; N: weight rows; PARTS: of x in FP8, 0 for bf16.
+template <int ROWS, int N, int PARTS>
 struct Shape {
-  static constexpr int kRows = ROWS, kN = N, kHalf = N / 2, kChunks = KC;
+  static constexpr bool kIsFp8 = PARTS > 0;
+  static constexpr int kParts = kIsFp8 ? PARTS : 1;
+  static constexpr int kRows = ROWS / kParts, kN = N, kHalf = N / 2;
+  static constexpr int kOwn = 2 / kParts;  // rows of x of a thread: g and g + 8, or their two parts
+  static constexpr int kElementBytes = kIsFp8 ? 1 : 2, kSlice = kSliceBytes / kElementBytes;  // elements of k in a stage
+  static constexpr int kOwnLoads = ROWS / 16;  // rows that a thread loads
   static constexpr int kGroups = (ROWS + kGroupRows - 1) / kGroupRows;
   static constexpr int kThreads = kGroups * 128 + kLoaders;
-  static constexpr int kXBytes = ROWS * kChunk * 2, kWBytes = N * kChunk * 2;  // of a chunk
-  static constexpr int kStageBytes = KC * (kXBytes + kWBytes);
-  static constexpr int kStatic = static_cast<int>(sizeof(ItemTable)) + 2 * kStagesMost * 8 + 64;
+  static constexpr int kXBytes = ROWS * kSliceBytes, kWBytes = N * kSliceBytes;
+  static constexpr int kStageBytes = kXBytes + kWBytes;
+  static constexpr int kScaleBytes = kIsFp8 ? kStagesMost * kRows * 8 + kGroups * N * 4 : 16;
+  static constexpr int kStatic = static_cast<int>(sizeof(ItemTable)) + 2 * kStagesMost * 8 + kScaleBytes + 64;
   static constexpr int kFit = (kSmem - 1024 - kStatic) / kStageBytes;
   static constexpr int kStages = kFit < kStagesMost ? kFit : kStagesMost;
   static constexpr int kShared = kStages * kStageBytes + 1024;
   static_assert(kHalf % 8 == 0 && ROWS % 16 == 0 && kXBytes % 1024 == 0, "swizzling needs whole groups of eight rows");
   // The results of rows outside of the tile are not stored.
-  static_assert(KC * kWBytes >= kGroupRows * kChunk * 2, "wgmma reads 64 rows of x");
+  static_assert(kWBytes >= kGroupRows * kSliceBytes, "wgmma reads 64 rows of x");
+  static_assert(!kIsFp8 || kHalf == kFactorColumns, "a tile of gate and up has the columns of a factor");
 };
-using Few = Shape<64, 128, 1>;
-using Many = Shape<128, 256, 1>;
+using Few = Shape<64, 128, 0>;
+using Many = Shape<128, 256, 0>;
+using FewFp8 = Shape<64, 128, 2>;
+using ManyFp8 = Shape<128, 128, 1>;
 
 __device__ __forceinline__ uint32_t smem_addr(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
@@ -74,8 +92,11 @@ __device__ __forceinline__ void fetch_weights(const CUtensorMap* map, uint32_t t
       "l"(map), "r"(barrier), "r"(k), "r"(row), "r"(expert)
       : "memory");
 }
-__device__ __forceinline__ void fetch_x(uint32_t to, const bf16* from, bool in) {
+__device__ __forceinline__ void fetch_x(uint32_t to, const char* from, bool in) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(in ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void fetch_factors(uint32_t to, const float* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
 }
 // Arrives when the thread's loads of x so far are complete.
 __device__ __forceinline__ void arrive_with_x(uint32_t barrier) {
@@ -99,22 +120,24 @@ __device__ __forceinline__ uint64_t matrix_at(uint32_t address) {
   REGS64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89" \
          ",%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112" \
          ",%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define WGMMA(N, REGS, A, B, S, ...)                                                     \
-  asm volatile(                                                                          \
-      "{\n.reg .pred adds;\nsetp.ne.b32 adds, " S ", 0;\n"                               \
-      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGS "}, " A ", " B   \
-      ", adds, 1, 1, 0, 0;\n}\n"                                                         \
-      : __VA_ARGS__                                                                      \
+#define WGMMA(KIND, REGS, A, B, S, TRANSPOSED, ...)                                                          \
+  asm volatile(                                                                                              \
+      "{\n.reg .pred adds;\nsetp.ne.b32 adds, " S ", 0;\n"                                                   \
+      "wgmma.mma_async.sync.aligned." KIND " {" REGS "}, " A ", " B ", adds, 1, 1" TRANSPOSED ";\n}\n"       \
+      : __VA_ARGS__                                                                                          \
       : "l"(a), "l"(b), "r"(adds))
 
-// d = a b (+ d): 64 rows of x, N weight rows, 16 of k.
-template <int N>
+// d = a b (+ d): 64 rows of x, N weight rows, 32 bytes of k.
+template <int N, bool FP8>
 __device__ __forceinline__ void multiply(float (&d)[N / 2], uint64_t a, uint64_t b, int adds) {
-  if constexpr (N == 128) {
-    WGMMA(128, REGS64, "%64", "%65", "%66", D32(0), D32(32));
+  if constexpr (FP8) {
+    static_assert(N == 128, "no wgmma instruction for this N");
+    WGMMA("m64n128k32.f32.e4m3.e4m3", REGS64, "%64", "%65", "%66", "", D32(0), D32(32));
+  } else if constexpr (N == 128) {
+    WGMMA("m64n128k16.f32.bf16.bf16", REGS64, "%64", "%65", "%66", ", 0, 0", D32(0), D32(32));
   } else {
     static_assert(N == 256, "no wgmma instruction for this N");
-    WGMMA(256, REGS128, "%128", "%129", "%130", D32(0), D32(32), D32(64), D32(96));
+    WGMMA("m64n256k16.f32.bf16.bf16", REGS128, "%128", "%129", "%130", ", 0, 0", D32(0), D32(32), D32(64), D32(96));
   }
 }
 #undef WGMMA
@@ -147,44 +170,59 @@ __device__ __forceinline__ uint32_t pack(float a, float b) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// Rows g and g + 8 of a warp's 16. Two steps load the assignments and then the factors, so that no step waits for a
-// load.
+// The rows of x of a thread. Two steps load the assignments and then the factors, so that no step waits for a load.
+template <class S>
 struct OwnRows {
-  int assignment[2];  // negative: the item has no such row
-  float scale[2];
+  int assignment[S::kOwn];  // negative: the item has no such row
+  float scale[S::kOwn];
 };
 
 template <class S>
-__device__ __forceinline__ OwnRows own_rows(const baton_expert_gemm_args& p, const Item& item) {
-  OwnRows rows = {{-1, -1}, {1.f, 1.f}};
+__device__ __forceinline__ int own_row(int half) {
+  return threadIdx.x / WARP * (16 / S::kParts) + threadIdx.x % WARP / 4 + half * 8;
+}
+
+template <class S>
+__device__ __forceinline__ OwnRows<S> own_rows(const baton_expert_gemm_args& p, const Item& item) {
+  OwnRows<S> rows;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int m = threadIdx.x / WARP * 16 + threadIdx.x % WARP / 4 + half * 8;
-    if (m < item.rows) rows.assignment[half] = p.order[item.position + m];
+  for (int half = 0; half < S::kOwn; ++half) {
+    const int m = own_row<S>(half);
+    rows.assignment[half] = m < item.rows ? p.order[item.position + m] : -1;
+    rows.scale[half] = 1.f;
   }
   return rows;
 }
-template <bool GATE_UP>
-__device__ __forceinline__ void fetch_scales(const baton_expert_gemm_args& p, OwnRows& rows) {
-  if (!GATE_UP || !p.scales) return;
+template <class S, bool GATE_UP>
+__device__ __forceinline__ void fetch_scales(const baton_expert_gemm_args& p, OwnRows<S>& rows) {
+  if constexpr (GATE_UP) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (rows.assignment[half] >= 0) rows.scale[half] = p.scales[rows.assignment[half] / p.count];
+    for (int half = 0; half < S::kOwn; ++half) {
+      if (p.scales && rows.assignment[half] >= 0) rows.scale[half] = p.scales[rows.assignment[half] / p.count];
+    }
   }
 }
 
-// Stores a warp's results of 16 rows.
-template <class S, bool GATE_UP>
-__device__ __forceinline__ void store(const baton_expert_gemm_args& p, const Item& item, const OwnRows& rows,
-                                      const float (&acc)[S::kN / 2]) {
+// Returns the first results of group `block` of eight weight rows.
+template <class S>
+__device__ __forceinline__ constexpr int result_at(int block, int half) {
+  return (block * S::kOwn + half) * 2;
+}
+
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
+
+// Stores a warp's results in bf16.
+template <class S, bool GATE_UP, int COUNT>
+__device__ __forceinline__ void store(const baton_expert_gemm_args& p, const Item& item, const OwnRows<S>& rows,
+                                      const float (&acc)[COUNT]) {
   constexpr int BLOCKS = (GATE_UP ? S::kHalf : S::kN) / 8;
   const int c = threadIdx.x & 3;
   const int width = GATE_UP ? p.n / 2 : p.n, begin = item.tile * BLOCKS * 8;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int half = 0; half < S::kOwn; ++half) {
     const float scale = rows.scale[half];
     const bool valid = rows.assignment[half] >= 0;
-    const int position = item.position + threadIdx.x / WARP * 16 + threadIdx.x % WARP / 4 + half * 8;
+    const int position = item.position + own_row<S>(half);
     bf16* out = static_cast<bf16*>(p.out) + (GATE_UP ? position : rows.assignment[half]) * p.out_stride;
 #pragma unroll
     for (int j = 0; j < BLOCKS; j += 4) {
@@ -194,15 +232,62 @@ __device__ __forceinline__ void store(const baton_expert_gemm_args& p, const Ite
         float v[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int at = (j + i) * 4 + half * 2 + e;
-          v[e] = acc[at] * scale;
-          if (GATE_UP) v[e] = __fdividef(v[e], 1.f + __expf(-v[e])) * (acc[S::kN / 4 + at] * scale);
+          v[e] = acc[result_at<S>(j + i, half) + e] * scale;
+          if (GATE_UP) v[e] = silu(v[e]) * (acc[result_at<S>(BLOCKS + j + i, half) + e] * scale);
         }
         pairs[i] = pack(v[0], v[1]);
       }
       const uint4 eight = transpose_pairs(pairs);
       const int column = begin + j * 8 + c * 8;
       if (valid && column < width) *reinterpret_cast<uint4*>(out + column) = eight;
+    }
+  }
+}
+
+// Stores a warp's results of gate and up in FP8, and the factors of the rows.
+template <class S>
+__device__ __forceinline__ void store_fp8(const baton_expert_gemm_args& p, const Item& item, const OwnRows<S>& rows,
+                                          float (&acc)[S::kN / 2 / S::kParts]) {
+  constexpr int BLOCKS = S::kHalf / 8;
+  const int c = threadIdx.x & 3, column = item.tile * S::kHalf + c * 16;
+#pragma unroll
+  for (int half = 0; half < S::kOwn; ++half) {
+    float most = 0.f;
+#pragma unroll
+    for (int i = 0; i < BLOCKS * 2; ++i) {
+      float& v = acc[result_at<S>(i / 2, half) + i % 2];
+      v = silu(v * rows.scale[half]) * (acc[result_at<S>(BLOCKS + i / 2, half) + i % 2] * rows.scale[half]);
+      most = fmaxf(most, fabsf(v));
+    }
+    most = fmaxf(most, __shfl_xor_sync(FULL, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(FULL, most, 2));
+    const Fp8Factor factor = S::kParts == 2 ? split_factor(most) : whole_factor(most);
+    const bool valid = rows.assignment[half] >= 0;
+    const int64_t position = item.position + own_row<S>(half);
+    float* to = p.factors + position * p.factor_stride + item.tile;
+    if (valid && c == 0) *to = factor.scale;
+    // The last slice of down may have one half.
+    if (valid && c == 1 && (item.tile + 1) * S::kHalf >= p.n / 2 && item.tile + 1 < p.factor_stride) to[1] = 0.f;
+    uint32_t words[S::kParts][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t pairs[2][2];
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        const int at = result_at<S>(2 * i + b, half);
+        const Fp8Pair pair = split_pair(acc[at] * factor.inverse, acc[at + 1] * factor.inverse);
+        pairs[0][b] = pair.high, pairs[1][b] = pair.low;
+      }
+#pragma unroll
+      for (int part = 0; part < S::kParts; ++part) words[part][i] = pairs[part][0] | pairs[part][1] << 16;
+    }
+#pragma unroll
+    for (int part = 0; part < S::kParts; ++part) {
+      const uint4 v = transpose_pairs(words[part]);
+      const uint4 sixteen = make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.z, v.w, 0x5410),
+                                       __byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x7632));
+      char* out = static_cast<char*>(p.out) + (position * S::kParts + part) * p.out_stride + column;
+      if (valid && column < p.n / 2) *reinterpret_cast<uint4*>(out) = sixteen;
     }
   }
 }
@@ -217,33 +302,27 @@ struct Ring {
     if (++stage == S::kStages) stage = 0, parity ^= 1;
   }
   __device__ __forceinline__ uint32_t x() const { return base + stage * S::kStageBytes; }
-  __device__ __forceinline__ uint32_t weights() const { return x() + S::kChunks * S::kXBytes; }
+  __device__ __forceinline__ uint32_t weights() const { return x() + S::kXBytes; }
   __device__ __forceinline__ uint32_t arrived() const { return full + stage * 8; }
   __device__ __forceinline__ uint32_t released() const { return empty + stage * 8; }
 };
 
-// Loads the weights of a step. The first thread of each of four warps loads some of the boxes.
+// Loads the weights of a step: the first thread of each of two warps loads a half of the tile.
 template <class S, bool GATE_UP>
 __device__ __forceinline__ void load_weights(const baton_expert_gemm_args& p, const CUtensorMap* map, const Item& item, int step,
-                                             const Ring<S>& ring, int part) {
-  if (part == 0) barrier_expect(ring.arrived(), S::kChunks * S::kWBytes);
-#pragma unroll
-  for (int box = 0; box < 2 * S::kChunks; ++box) {
-    if (box % (kLoaders / WARP) != part) continue;
-    const int chunk = box / 2, half = box % 2;
-    const int row = item.tile * (GATE_UP ? S::kHalf : S::kN) + half * (GATE_UP ? p.n / 2 : S::kHalf);
-    fetch_weights(map, ring.weights() + box * (S::kWBytes / 2), ring.arrived(), (step * S::kChunks + chunk) * kChunk, row,
-                  item.expert);
-  }
+                                             const Ring<S>& ring, int half) {
+  if (half == 0) barrier_expect(ring.arrived(), S::kWBytes);
+  const int row = item.tile * (GATE_UP ? S::kHalf : S::kN) + half * (GATE_UP ? p.n / 2 : S::kHalf);
+  fetch_weights(map, ring.weights() + half * (S::kWBytes / 2), ring.arrived(), step * S::kSlice, row, item.expert);
 }
 
 // Loads weights and rows of x of all items of the CTA.
 template <class S, bool GATE_UP, class Items>
 __device__ __forceinline__ void load_items(const baton_expert_gemm_args& p, const CUtensorMap* map, Ring<S> ring, int steps,
-                                           Items&& item_of) {
-  constexpr int OWN = S::kRows / 16;  // rows of a thread
+                                           uint32_t factors, Items&& item_of) {
+  constexpr int OWN = S::kOwnLoads;
   const int thread = threadIdx.x - S::kGroups * 128, c = thread & 7, r = thread >> 3;
-  const bool loads_weights = thread % WARP == 0;
+  const bool loads_weights = thread == 0 || thread == WARP;
   int index = blockIdx.x;
   Item item = item_of(index);
   int early = 0;
@@ -257,22 +336,24 @@ __device__ __forceinline__ void load_items(const baton_expert_gemm_args& p, cons
     }
     pdl_wait_and_release();
   }
-  // Looks up the rows of the next item while the loads of an item are in flight.
+  // Looks up the rows of the next item while the loads of an item are in flight. Eight rows of shared memory have the
+  // first parts of rows of x, and the next eight the second parts.
+  auto row_of = [&](int i) { return S::kParts == 2 ? 8 * i + (r & 7) : 16 * i + r; };
   int assignments[OWN];
   auto fetch_assignments = [&](const Item& of) {
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
-      const int m = r + 16 * i;
+      const int m = row_of(i);
       assignments[i] = m >= of.rows ? 0 : GATE_UP ? p.order[of.position + m] : of.position + m;
     }
   };
   fetch_assignments(item);
   while (item.rows > 0) {
-    const bf16* from[OWN];
+    const char* from[OWN];
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
-      const int row = GATE_UP ? assignments[i] / p.count : assignments[i];
-      from[i] = static_cast<const bf16*>(p.x) + row * p.x_stride + c * 8;
+      const int64_t row = (GATE_UP ? assignments[i] / p.count : assignments[i]) * S::kParts + (S::kParts == 2 ? r / 8 : 0);
+      from[i] = static_cast<const char*>(p.x) + row * p.x_stride * S::kElementBytes + c * 16;
     }
     index += gridDim.x;
     const Item next = item_of(index);
@@ -284,16 +365,17 @@ __device__ __forceinline__ void load_items(const baton_expert_gemm_args& p, cons
         barrier_wait(ring.released(), ring.parity ^ 1);
         if (loads_weights) load_weights<S, GATE_UP>(p, map, item, step, ring, thread / WARP);
       }
+      const int at = step * kSliceBytes;
+      const bool in = at + c * 16 < p.depth * S::kElementBytes;
 #pragma unroll
-      for (int chunk = 0; chunk < S::kChunks; ++chunk) {
-        const int k = (step * S::kChunks + chunk) * kChunk;
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) {
-          const int m = r + 16 * i;
-          const bool in = k + c * 8 < p.depth;
-          const uint32_t to = ring.x() + chunk * S::kXBytes + m * (kChunk * 2) + ((c ^ (m & 7)) << 4);
-          if (m < item.rows) fetch_x(to, in ? from[i] + k : from[i], in);
-        }
+      for (int i = 0; i < OWN; ++i) {
+        const int m = r + 16 * i;
+        const uint32_t to = ring.x() + m * kSliceBytes + ((c ^ (m & 7)) << 4);
+        if (row_of(i) < item.rows) fetch_x(to, in ? from[i] + at : from[i], in);
+      }
+      if (S::kIsFp8 && !GATE_UP && thread < item.rows) {
+        fetch_factors(factors + (ring.stage * S::kRows + thread) * 8,
+                      p.factors + static_cast<int64_t>(item.position + thread) * p.factor_stride + step * 2);
       }
       arrive_with_x(ring.arrived());
       ring.advance();
@@ -301,6 +383,85 @@ __device__ __forceinline__ void load_items(const baton_expert_gemm_args& p, cons
     item = next;
   }
   asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+// Multiplies a slice in bf16 and adds it to `acc`, unless it is the first. Does not wait for the result.
+template <class S>
+__device__ __forceinline__ void add_slice(const Ring<S>& ring, int group, bool is_first, float (&acc)[S::kN / 2]) {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  const uint32_t x_at = ring.x() + group * (kGroupRows * kSliceBytes), w_at = ring.weights();
+#pragma unroll
+  for (int k = 0; k < kSliceBytes / 32; ++k) {
+    multiply<S::kN, false>(acc, matrix_at(x_at + k * 32), matrix_at(w_at + k * 32), !is_first || k > 0);
+  }
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Multiplies a slice in FP8 and adds it to `sums`. `factors`: of the thread's rows for the halves of the slice.
+template <class S, bool GATE_UP>
+__device__ __forceinline__ void add_slice_fp8(const Ring<S>& ring, int group, const float2 (*factors)[S::kRows],
+                                              float (&sums)[S::kN / 2 / S::kParts]) {
+  constexpr int HALVES = GATE_UP ? 1 : 2;  // a half of a slice has one factor
+  const uint32_t x_at = ring.x() + group * (kGroupRows * kSliceBytes), w_at = ring.weights();
+  float2 own[S::kOwn];
+#pragma unroll
+  for (int half = 0; half < S::kOwn; ++half) {
+    own[half] = GATE_UP ? make_float2(1.f, 1.f) : factors[ring.stage][own_row<S>(half)];
+  }
+#pragma unroll
+  for (int part = 0; part < HALVES; ++part) {
+    float acc[S::kN / 2];
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int k = 0; k < 4 / HALVES; ++k) {
+      const int at = (part * 4 / HALVES + k) * 32;
+      multiply<S::kN, true>(acc, matrix_at(x_at + at), matrix_at(w_at + at), k > 0);
+    }
+    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < S::kN / 2; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+#pragma unroll
+    for (int block = 0; block < S::kN / 8; ++block) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float low = acc[block * 4 + e], high = acc[block * 4 + 2 + e];
+        if constexpr (S::kParts == 2) {
+          sums[result_at<S>(block, 0) + e] += (low + high * kLowFactor) * (part ? own[0].y : own[0].x);
+        } else {
+          sums[result_at<S>(block, 0) + e] += low * (part ? own[0].y : own[0].x);
+          sums[result_at<S>(block, 1) + e] += high * (part ? own[1].y : own[1].x);
+        }
+      }
+    }
+  }
+}
+
+// Returns the scale of weight row `threadIdx.x` of the tile.
+template <class S, bool GATE_UP>
+__device__ __forceinline__ float weight_scale(const baton_expert_gemm_args& p, const Item& item) {
+  const int at = threadIdx.x % 128, limit = GATE_UP ? p.n / 2 : p.n;
+  const int row = GATE_UP ? item.tile * S::kHalf + at % S::kHalf : item.tile * S::kN + at;
+  const int64_t first = item.expert * p.weight_scales_stride + (GATE_UP ? at / S::kHalf * (p.n / 2) : 0);
+  return item.rows > 0 && row < limit ? p.weight_scales[first + row] : 0.f;
+}
+
+// Multiplies the sums with the scales of the weight's rows, which the threads of the group have.
+template <class S>
+__device__ __forceinline__ void scale_sums(float scale, int group, float* scales, float (&sums)[S::kN / 2 / S::kParts]) {
+  static_assert(S::kN == 128, "a thread has one scale");
+  auto wait_for_group = [&] { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); };
+  wait_for_group();
+  scales[threadIdx.x % 128] = scale;
+  wait_for_group();
+#pragma unroll
+  for (int block = 0; block < S::kN / 8; ++block) {
+    const float2 pair = *reinterpret_cast<const float2*>(scales + block * 8 + 2 * (threadIdx.x & 3));
+#pragma unroll
+    for (int half = 0; half < S::kOwn; ++half) {
+      sums[result_at<S>(block, half)] *= pair.x;
+      sums[result_at<S>(block, half) + 1] *= pair.y;
+    }
+  }
 }
 
 template <class S, bool GATE_UP>
@@ -311,8 +472,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   extern __shared__ char raw[];
   __shared__ __align__(8) uint64_t barriers[2 * S::kStages];
   __shared__ ItemTable table;
+  __shared__ float2 factors[S::kIsFp8 ? S::kStages : 1][S::kIsFp8 ? S::kRows : 1];
+  __shared__ float scales[S::kGroups][S::kIsFp8 ? S::kN : 1];
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, group = warp / 4;
-  const int steps = (p.depth + S::kChunks * kChunk - 1) / (S::kChunks * kChunk);
+  const int steps = (p.depth + S::kSlice - 1) / S::kSlice;
   Ring<S> ring = {(smem_addr(raw) + 1023) / 1024 * 1024, smem_addr(barriers), smem_addr(barriers) + S::kStages * 8, 0, 0};
   if (threadIdx.x == S::kGroups * 128) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&weight_map) : "memory");
@@ -327,42 +490,48 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   if (warp == 0) fill_items<S::kRows>(p.offsets, p.experts, table);
   __syncthreads();
   auto item_of = [&](int index) { return item_at<S::kRows>(table, p.experts, tiles, index); };
-  if (group == S::kGroups) return load_items<S, GATE_UP>(p, &weight_map, ring, steps, item_of);
+  if (group == S::kGroups) return load_items<S, GATE_UP>(p, &weight_map, ring, steps, smem_addr(factors), item_of);
 
   if (!GATE_UP) pdl_wait_and_release();
   auto release = [&](uint32_t barrier) {
     if (lane == 0) barrier_arrive(barrier);
   };
+  const int first_row = warp * (16 / S::kParts);
   int index = blockIdx.x;
   Item item = item_of(index);
-  OwnRows rows = own_rows<S>(p, item);
-  fetch_scales<GATE_UP>(p, rows);
+  OwnRows<S> rows = own_rows<S>(p, item);
+  fetch_scales<S, GATE_UP>(p, rows);
   while (item.rows > 0) {
     index += gridDim.x;
     const Item next = item_of(index);
-    OwnRows next_rows = own_rows<S>(p, next);
-    if (group * kGroupRows >= item.rows) {
+    OwnRows<S> next_rows = own_rows<S>(p, next);
+    if (group * (kGroupRows / S::kParts) >= item.rows) {
       for (int step = 0; step < steps; ++step, ring.advance()) {
         barrier_wait(ring.arrived(), ring.parity);
         release(ring.released());
       }
-      fetch_scales<GATE_UP>(p, next_rows);
+      fetch_scales<S, GATE_UP>(p, next_rows);
+    } else if constexpr (S::kIsFp8) {
+      const float scale = weight_scale<S, GATE_UP>(p, item);
+      float sums[S::kN / 2 / S::kParts] = {};
+      for (int step = 0; step < steps; ++step, ring.advance()) {
+        barrier_wait(ring.arrived(), ring.parity);
+        add_slice_fp8<S, GATE_UP>(ring, group, factors, sums);
+        release(ring.released());
+      }
+      fetch_scales<S, GATE_UP>(p, next_rows);
+      scale_sums<S>(scale, group, scales[group], sums);
+      if (first_row < item.rows) {
+        if constexpr (GATE_UP) store_fp8<S>(p, item, rows, sums);
+        else store<S, false>(p, item, rows, sums);
+      }
     } else {
       float acc[S::kN / 2];
       uint32_t before = 0;
       for (int step = 0; step < steps; ++step, ring.advance()) {
         barrier_wait(ring.arrived(), ring.parity);
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-        const uint32_t x_at = ring.x() + group * (kGroupRows * kChunk * 2), w_at = ring.weights();
-#pragma unroll
-        for (int chunk = 0; chunk < S::kChunks; ++chunk) {
-#pragma unroll
-          for (int k = 0; k < kChunk / 16; ++k) {
-            multiply<S::kN>(acc, matrix_at(x_at + chunk * S::kXBytes + k * 32), matrix_at(w_at + chunk * S::kWBytes + k * 32),
-                            step > 0 || chunk > 0 || k > 0);
-          }
-        }
-        asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;" ::: "memory");
+        add_slice<S>(ring, group, step == 0, acc);
+        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
         if (step > 0) release(before);
         before = ring.released();
       }
@@ -370,8 +539,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #pragma unroll
       for (int i = 0; i < S::kN / 2; ++i) asm volatile("" : "+f"(acc[i])::"memory");
       release(before);
-      fetch_scales<GATE_UP>(p, next_rows);
-      if (warp * 16 < item.rows) store<S, GATE_UP>(p, item, rows, acc);
+      fetch_scales<S, GATE_UP>(p, next_rows);
+      if (first_row < item.rows) store<S, GATE_UP>(p, item, rows, acc);
     }
     item = next, rows = next_rows;
   }
@@ -384,11 +553,11 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
 Encode encode = nullptr;  // of the driver; set by load_grouped_gemm
 
 template <int RANK>
-int32_t make_map(CUtensorMap& map, const void* base, const cuuint64_t (&sizes)[RANK], const cuuint64_t (&strides)[RANK - 1],
+int32_t make_map(CUtensorMap& map, CUtensorMapDataType type, const void* base, const cuuint64_t (&sizes)[RANK], const cuuint64_t (&strides)[RANK - 1],
                  const cuuint32_t (&box)[RANK]) {
   cuuint32_t ones[RANK];
   for (cuuint32_t& one : ones) one = 1;
-  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, RANK, const_cast<void*>(base), sizes, strides,
+  const CUresult result = encode(&map, type, RANK, const_cast<void*>(base), sizes, strides,
                                  box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) return fail(BATON_CUDA + result, "cuTensorMapEncodeTiled failed: error %d", result);
@@ -399,8 +568,10 @@ template <class S>
 int32_t run(const baton_expert_gemm_args& p, int ctas, cudaStream_t stream) {
   CUtensorMap weight;
   const auto size = [](int64_t value) { return static_cast<cuuint64_t>(value); };
-  BATON_TRY(make_map<3>(weight, p.weight, {size(p.depth), size(p.n), size(p.experts)},
-                        {size(p.depth) * 2, size(p.weight_stride) * 2}, {kChunk, S::kHalf, 1}));
+  const CUtensorMapDataType type = S::kIsFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  BATON_TRY(make_map<3>(weight, type, p.weight, {size(p.depth), size(p.n), size(p.experts)},
+                        {size(p.depth) * S::kElementBytes, size(p.weight_stride) * S::kElementBytes},
+                        {S::kSlice, S::kHalf, 1}));
   const int tiles = p.is_gate_up ? divide_up(p.n / 2, S::kHalf) : divide_up(p.n, S::kN);
   const int64_t items_max = static_cast<int64_t>(p.rows) * p.count * tiles;
   const int grid = items_max < ctas ? static_cast<int>(items_max) : ctas;
@@ -411,6 +582,7 @@ int32_t run(const baton_expert_gemm_args& p, int ctas, cudaStream_t stream) {
 // Calls body(shape) for the shape of a call.
 template <class Body>
 int32_t with_shape(const baton_expert_gemm_args& p, Body&& body) {
+  if (p.weight_scales) return p.parts == 2 ? body(FewFp8()) : body(ManyFp8());
   const int64_t assignments = static_cast<int64_t>(p.rows) * p.count;
   return assignments > int64_t{kManyRows} * p.experts ? body(Many()) : body(Few());
 }
@@ -436,6 +608,18 @@ int32_t check_args(const baton_expert_gemm_args& p) {
   BATON_REQUIRE(p.out_stride % 8 == 0 && (p.is_gate_up ? p.n % 16 : p.n % 8) == 0,
                 "out_stride is %lld and n %d; expected multiples of 8, and n of gate and up of 16",
                 static_cast<long long>(p.out_stride), p.n);
+  if (!p.weight_scales) return BATON_OK;
+  BATON_REQUIRE(p.factors && (p.scales || !p.is_gate_up), "scales or factors is null");
+  BATON_REQUIRE(p.parts == 1 || p.parts == 2, "parts is %d; expected 1 or 2", p.parts);
+  BATON_REQUIRE(p.depth % 16 == 0 && p.n % 16 == 0 && p.x_stride % 16 == 0 && p.out_stride % 16 == 0 &&
+                    p.weight_stride % 16 == 0,
+                "depth is %d, n %d, x_stride %lld, out_stride %lld and weight_stride %lld; expected multiples of 16 in FP8",
+                p.depth, p.n, static_cast<long long>(p.x_stride), static_cast<long long>(p.out_stride),
+                static_cast<long long>(p.weight_stride));
+  BATON_REQUIRE(!p.is_gate_up || p.n % 32 == 0, "n is %d; expected multiples of 32 for gate and up in FP8", p.n);
+  const int columns = p.is_gate_up ? p.n / 2 : p.depth;
+  BATON_REQUIRE(p.factor_stride % 2 == 0 && p.factor_stride * kFactorColumns >= columns,
+                "factor_stride is %d; expected even numbers from %d on", p.factor_stride, divide_up(columns, kFactorColumns));
   return BATON_OK;
 }
 
@@ -456,6 +640,8 @@ int32_t load_expert_gemm() {
   };
   BATON_TRY(load_it(Few()));
   BATON_TRY(load_it(Many()));
+  BATON_TRY(load_it(FewFp8()));
+  BATON_TRY(load_it(ManyFp8()));
   encode = reinterpret_cast<Encode>(function);
   return BATON_OK;
 }

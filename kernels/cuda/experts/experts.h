@@ -1,4 +1,4 @@
-/* Mixtures of experts in bf16: a part of the C ABI, with the rules of baton_kernels.h. An assignment is a row and one of
+/* Mixtures of experts: a part of the C ABI, with the rules of baton_kernels.h. An assignment is a row and one of
  * its `count` experts: assignment = row * count + slot. Its position is its place in the list of all assignments by
  * expert, then by row. */
 #ifndef BATON_EXPERTS_H
@@ -9,16 +9,18 @@
 #define BATON_EXPERTS_MAX 512        /* experts of a layer */
 #define BATON_EXPERTS_CHOSEN_MAX 32  /* experts of a row */
 
-/* 120 bytes. */
+/* 152 bytes. */
 typedef struct {
   const void *x;        /* bf16 [rows][x_stride]; null with `logits` */
   int64_t x_stride;     /* at least hidden, a multiple of 8 */
   const float *squares; /* null, or as in baton_skinny_gemm_args: x lacks the scale of its norm */
   const void *router;   /* bf16 [experts][hidden] */
-  const float *logits;  /* null: x times the router; else f32 [rows][experts], and x is not read */
-  int32_t *expert_of;   /* [rows][count]: experts of each row, by falling probability */
+  float *logits;        /* null: x times the router; else f32 [rows][experts], which is overwritten, and x is not read */
+  const float *bias;    /* null, or [experts]: added to the scores for the choice */
+  void *split;          /* null, or FP8 [rows][2][hidden]: x as the sum of two parts, times `scales`; null with `logits` */
+  int32_t *expert_of;   /* [rows][count]: experts of each row, by falling score */
   float *weights;       /* [rows][count] */
-  float *scales;        /* [rows]: scales of the rows of x; not written with `logits` */
+  float *scales;        /* [rows]: scales of the rows of x, or of `split`; not written with `logits` */
   int32_t *offsets;     /* [experts + 1]: first position of each expert, and the number of assignments */
   int32_t *order;       /* [rows * count]: the assignment at each position */
   int32_t *arrivals;    /* a number that is 0 before the call and after its work */
@@ -29,25 +31,34 @@ typedef struct {
   int32_t experts; /* 1 to BATON_EXPERTS_MAX */
   int32_t count;   /* 1 to BATON_EXPERTS_CHOSEN_MAX, at most `experts` */
   int32_t is_normalized; /* whether a row's weights are divided by their sum */
+  int32_t is_sigmoid;    /* scores: 0: softmax over the logits; 1: sigmoid of each logit */
+  int32_t groups;        /* of neighbouring experts; 1 to 32, a divisor of `experts` */
+  int32_t groups_chosen; /* groups with experts of a row: those with the greatest sums of their two best scores */
+  float scale;           /* of the weights */
   int32_t reserved;
 } baton_route_args;
 
-/* Chooses the experts of each row by a softmax in f32 over the logits, the lowest expert among equal probabilities, and
- * lists the assignments by expert. Results of a row do not depend on the other rows. */
+/* Chooses the experts of each row by scores in f32, the lowest expert or group among equal scores, and lists the
+ * assignments by expert. Results of a row do not depend on the other rows. */
 BATON_API int32_t baton_route(const baton_route_args *args, void *stream);
 
-/* 104 bytes. */
+/* 136 bytes. */
 typedef struct {
-  const void *weight;    /* bf16 [n][depth] of expert 0, contiguous */
+  const void *weight;    /* bf16 or, with weight_scales, FP8 (e4m3) [n][depth] of expert 0, contiguous */
   int64_t weight_stride; /* elements from one expert's weight to the next, a multiple of 8 */
-  const void *x;         /* bf16 [rows][x_stride] (gate and up), or [rows * count][x_stride] by position (down) */
+  const void *x;         /* bf16 [rows][x_stride] (gate and up), or [rows * count][x_stride] by position (down);
+                            with weight_scales FP8 of this shape with `parts` lines for each row */
   int64_t x_stride;
-  const float *scales;   /* gate and up: null, or a factor of each row of x */
-  void *out;             /* gate and up: bf16 [rows * count][n / 2] by position, silu(gate) * up; down: bf16
-                            [rows * count][n] by assignment */
+  const float *scales;   /* gate and up: null, or a factor of each row of x; not null with weight_scales */
+  void *out;             /* gate and up: bf16 [rows * count][n / 2] by position, silu(gate) * up, with
+                            weight_scales as x of down; down: bf16 [rows * count][n] by assignment */
   int64_t out_stride;
   const int32_t *offsets; /* of baton_route */
   const int32_t *order;
+  const float *weight_scales;   /* null, or f32 [n] of expert 0: the scale of each row of the weight */
+  int64_t weight_scales_stride; /* from one expert to the next */
+  float *factors;        /* with weight_scales: f32 [rows * count][factor_stride] by position: a factor of each 64 columns
+                            between gate and up, which write them, and down, which reads them */
   int32_t rows;
   int32_t experts;
   int32_t count;
@@ -57,16 +68,33 @@ typedef struct {
   int32_t grid; /* maximum CTAs; 0: one per SM */
   int32_t pdl;  /* as in baton_skinny_gemm_args. `offsets` and `order` were written at least two kernels before a call
                    for down */
+  int32_t parts; /* with weight_scales: 1: x is rounded to FP8; 2: x is the sum of two numbers, high + low / 32 */
+  int32_t factor_stride; /* even */
 } baton_expert_gemm_args;
 
 /* Multiplies each row with the weights of its experts. A row's results do not depend on the other rows.
  * BATON_UNSUPPORTED except on compute capability 9.0. */
 BATON_API int32_t baton_expert_gemm(const baton_expert_gemm_args *args, void *stream);
 
-/* Adds the experts' outputs (bf16 [rows][count][width]) times their weights in the order of the slots, in f32. With
- * residual (f32 [rows][width]) as baton_add_rms_norm, where the sum is the delta, which is not rounded. With null, out
- * (bf16 [rows][width]) gets the sum, and norm is not read. */
-BATON_API int32_t baton_combine_experts(const void *outputs, const float *weights, int32_t count, float *residual,
-                                        const float *norm, float eps, void *out, int32_t rows, int32_t width, void *stream);
+/* 88 bytes. */
+typedef struct {
+  const void *outputs;  /* bf16 [rows][count][width]: the experts' outputs */
+  const float *weights; /* [rows][count] */
+  float *residual;      /* null, or f32 [rows][width] */
+  const float *norm;    /* with residual: the weight of its norm */
+  void *out;            /* bf16 [rows][width] */
+  const void *shared;   /* null, or bf16 [rows][width]: the shared expert's outputs */
+  const void *shared_router; /* null: the weight of `shared` is 1; else bf16 [width], and the weight is a sigmoid */
+  const void *x;        /* bf16 [rows][x_stride]: the inputs of shared_router; may be `out` */
+  int64_t x_stride;
+  float eps;
+  int32_t count;
+  int32_t rows;
+  int32_t width; /* a multiple of 8 */
+} baton_combine_args;
+
+/* Adds the outputs times their weights in the order of the slots, the shared expert last, in f32. With residual as
+ * baton_add_rms_norm, where the sum is the delta, which is not rounded. With null, out gets the sum. */
+BATON_API int32_t baton_combine_experts(const baton_combine_args *args, void *stream);
 
 #endif

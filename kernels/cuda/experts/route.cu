@@ -7,6 +7,7 @@
 #include "experts.h"
 
 #include "device.cuh"
+#include "split.cuh"
 
 namespace baton {
 namespace {
@@ -15,43 +16,101 @@ constexpr int kCluster = 8, kTileRows = 16;
 constexpr int kRowsOfCta = kTileRows / kCluster;
 constexpr int kRouteWarps = 8, kListWarps = 32;
 constexpr int kOwned = BATON_EXPERTS_MAX / WARP;  // experts of a lane, at most
+constexpr float kSumMin = 1e-20f, kSoftmaxSumMin = 1e-12f;  // bounds of the sum of a row's scores, as on CPUs
 constexpr int kAssignmentsMax = kRouteWarps * UINT16_MAX;  // a warp counts its part in 16 bits
 
 // ---- Choice of experts ----
 
-// One warp chooses the experts of a row. OWNED: experts of a lane. Lane i has the expert of slot i.
+// Returns a number with the order of `value`, never 0.
+__device__ __forceinline__ unsigned key_of(float value) {
+  const unsigned bits = __float_as_uint(value);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// One warp turns the logits of a row into scores. OWNED: experts of a lane.
 template <int OWNED>
-__device__ int choose(const baton_route_args& p, const float* logits, int row) {
+__device__ __forceinline__ void find_scores(const baton_route_args& p, const float* logits, float (&scores)[OWNED]) {
   const int lane = threadIdx.x % WARP;
-  float powers[OWNED];
   float greatest = -INFINITY;
 #pragma unroll
   for (int i = 0; i < OWNED; ++i) {
     const int expert = i * WARP + lane;
-    powers[i] = expert < p.experts ? logits[expert] : -INFINITY;
-    greatest = fmaxf(greatest, powers[i]);
+    scores[i] = expert < p.experts ? logits[expert] : -INFINITY;
+    greatest = fmaxf(greatest, scores[i]);
+  }
+  if (p.is_sigmoid) {
+#pragma unroll
+    for (int i = 0; i < OWNED; ++i) {
+      const float power = expf(-fabsf(scores[i]));
+      scores[i] = (scores[i] < 0.f ? power : 1.f) / (1.f + power);
+    }
+    return;
   }
   greatest = warp_max(greatest);
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < OWNED; ++i) {
-    powers[i] = i * WARP + lane < p.experts ? expf(powers[i] - greatest) : 0.f;
-    sum += powers[i];
+    scores[i] = i * WARP + lane < p.experts ? expf(scores[i] - greatest) : 0.f;
+    sum += scores[i];
   }
   sum = warp_sum(sum);
-  // Keys have the order of the probabilities. 0: chosen before, or no expert.
+#pragma unroll
+  for (int i = 0; i < OWNED; ++i) scores[i] /= sum;
+}
+
+// Removes the experts outside of the groups with the greatest sums of their two best experts. `values` has room for the
+// row's experts.
+template <int OWNED>
+__device__ __forceinline__ void keep_groups(const baton_route_args& p, const float (&biased)[OWNED], float* values,
+                                            unsigned (&keys)[OWNED]) {
+  const int lane = threadIdx.x % WARP, size = p.experts / p.groups;
+#pragma unroll
+  for (int i = 0; i < OWNED; ++i) {
+    if (i * WARP + lane < p.experts) values[i * WARP + lane] = biased[i];
+  }
+  __syncwarp();
+  float first = -INFINITY, second = -INFINITY;
+  for (int i = 0; i < size && lane < p.groups; ++i) {
+    const float value = values[lane * size + i];
+    second = fmaxf(second, fminf(value, first));
+    first = fmaxf(first, value);
+  }
+  unsigned own = lane < p.groups ? key_of(first + second) : 0, kept = 0;
+  for (int i = 0; i < p.groups_chosen; ++i) {
+    const unsigned best = __reduce_max_sync(FULL, own);
+    const int group = __ffs(__ballot_sync(FULL, own == best)) - 1;
+    kept |= 1u << group;
+    if (lane == group) own = 0;
+  }
+#pragma unroll
+  for (int i = 0; i < OWNED; ++i) {
+    if (i * WARP + lane < p.experts && !(kept >> ((i * WARP + lane) / size) & 1)) keys[i] = 0;
+  }
+}
+
+// One warp chooses the experts of a row and overwrites its logits. Lane i has the expert of slot i.
+template <int OWNED>
+__device__ int choose(const baton_route_args& p, float* logits, int row) {
+  const int lane = threadIdx.x % WARP;
+  float scores[OWNED], biased[OWNED];
+  find_scores(p, logits, scores);
+  // Keys have the order of the scores with bias. 0: chosen before, or no expert.
   unsigned keys[OWNED];
 #pragma unroll
   for (int i = 0; i < OWNED; ++i) {
-    keys[i] = i * WARP + lane < p.experts ? (__float_as_uint(powers[i] / sum) & 0x7fffffffu) + 1 : 0;
+    const int expert = i * WARP + lane;
+    biased[i] = scores[i] + (p.bias && expert < p.experts ? p.bias[expert] : 0.f);
+    keys[i] = expert < p.experts ? key_of(biased[i]) : 0;
   }
+  if (p.groups > 1) keep_groups(p, biased, logits, keys);
   int expert = 0;
   float weight = 0.f;
   for (int slot = 0; slot < p.count; ++slot) {
     unsigned most = 0, at = ~0u;
+    float score = 0.f;
 #pragma unroll
     for (int i = 0; i < OWNED; ++i) {
-      if (keys[i] > most) most = keys[i], at = i * WARP + lane;
+      if (keys[i] > most) most = keys[i], at = i * WARP + lane, score = scores[i];
     }
     const unsigned best = __reduce_max_sync(FULL, most);
     const unsigned chosen = __reduce_min_sync(FULL, most == best ? at : ~0u);
@@ -59,17 +118,21 @@ __device__ int choose(const baton_route_args& p, const float* logits, int row) {
     for (int i = 0; i < OWNED; ++i) {
       if (i * WARP + lane == chosen) keys[i] = 0;
     }
-    if (lane == slot) expert = static_cast<int>(chosen), weight = __uint_as_float(best - 1);
+    score = __shfl_sync(FULL, score, chosen % WARP);
+    if (lane == slot) expert = static_cast<int>(chosen), weight = score;
   }
-  if (p.is_normalized) weight /= warp_sum(weight);
+  if (p.is_normalized) {
+    const float sum = warp_sum(weight);
+    weight /= p.is_sigmoid ? sum + kSumMin : fmaxf(sum, kSoftmaxSumMin);
+  }
   if (lane < p.count) {
     p.expert_of[static_cast<int64_t>(row) * p.count + lane] = expert;
-    p.weights[static_cast<int64_t>(row) * p.count + lane] = weight;
+    p.weights[static_cast<int64_t>(row) * p.count + lane] = weight * p.scale;
   }
   return expert;
 }
 
-__device__ int choose(const baton_route_args& p, const float* logits, int row) {
+__device__ int choose(const baton_route_args& p, float* logits, int row) {
   return p.experts <= 4 * WARP ? choose<4>(p, logits, row) : choose<kOwned>(p, logits, row);
 }
 
@@ -189,6 +252,42 @@ __device__ __forceinline__ void store_to(int cta, const void* address, float val
       : "memory");
 }
 
+// Half of a CTA's threads split a row of x into two parts in FP8. Returns the row's factor.
+__device__ float split_row(const baton_route_args& p, int row, bool valid, float (&most_of)[kRouteWarps]) {
+  constexpr int kThreads = kRouteWarps * WARP / kRowsOfCta, kWarps = kThreads / WARP;
+  const int thread = threadIdx.x % kThreads, first_warp = threadIdx.x / kThreads * kWarps;
+  const bf16* from = static_cast<const bf16*>(p.x) + row * p.x_stride;
+  float most = 0.f;
+  for (int k = thread * 8; valid && k < p.hidden; k += kThreads * 8) {
+    float values[8];
+    load8(from + k, values);
+#pragma unroll
+    for (float value : values) most = fmaxf(most, fabsf(value));
+  }
+  most = warp_max(most);
+  if (threadIdx.x % WARP == 0) most_of[threadIdx.x / WARP] = most;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) most = fmaxf(most, most_of[first_warp + i]);
+  const Fp8Factor factor = split_factor(most);
+  for (int k = thread * 8; valid && k < p.hidden; k += kThreads * 8) {
+    float values[8];
+    load8(from + k, values);
+    uint32_t high[2], low[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float* four = values + 4 * i;
+      const Fp8Pair a = split_pair(four[0] * factor.inverse, four[1] * factor.inverse);
+      const Fp8Pair b = split_pair(four[2] * factor.inverse, four[3] * factor.inverse);
+      high[i] = a.high | b.high << 16, low[i] = a.low | b.low << 16;
+    }
+    char* to = static_cast<char*>(p.split) + static_cast<int64_t>(row) * 2 * p.hidden + k;
+    *reinterpret_cast<uint2*>(to) = make_uint2(high[0], high[1]);
+    *reinterpret_cast<uint2*>(to + p.hidden) = make_uint2(low[0], low[1]);
+  }
+  return factor.scale;
+}
+
 // NT: groups of eight experts of a CTA.
 template <int NT>
 union alignas(16) RouteShared {
@@ -203,6 +302,7 @@ __global__ void __launch_bounds__(kRouteWarps * WARP) route_kernel(const __grid_
   __shared__ float logits[kRowsOfCta][BATON_EXPERTS_MAX];
   __shared__ float scales[kTileRows];
   __shared__ int32_t chosen[kTileRows * BATON_EXPERTS_CHOSEN_MAX];
+  __shared__ float most_of[kRouteWarps];
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane >> 2, c = lane & 3;
   const int row = blockIdx.y * kTileRows, rows = min(kTileRows, p.rows - row);
   const int per_cta = (p.experts + kCluster - 1) / kCluster, first = blockIdx.x * per_cta;
@@ -224,7 +324,7 @@ __global__ void __launch_bounds__(kRouteWarps * WARP) route_kernel(const __grid_
     sum = warp_sum(sum);
     const float scale = p.squares ? rsqrtf(sum / static_cast<float>(p.hidden) + p.eps) : 1.f;
     if (lane == 0) scales[m] = scale;
-    if (lane == 0 && blockIdx.x == 0 && m < rows) p.scales[row + m] = scale;
+    if (lane == 0 && blockIdx.x == 0 && m < rows && !p.split) p.scales[row + m] = scale;
   }
 
   // The same permutation of k in both operands does not change the sum: a lane's 16 bytes serve two instructions.
@@ -261,7 +361,14 @@ __global__ void __launch_bounds__(kRouteWarps * WARP) route_kernel(const __grid_
     for (int w = 0; w < kRouteWarps; ++w) sum += shared.sums[w][m][expert];
     store_to(m / kRowsOfCta, &logits[m % kRowsOfCta][first + expert], sum * scales[m]);
   }
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  if (p.split) {
+    constexpr int kThreads = kRouteWarps * WARP / kRowsOfCta;
+    const int m = blockIdx.x * kRowsOfCta + threadIdx.x / kThreads;
+    const float factor = split_row(p, row + m, m < rows, most_of);
+    if (threadIdx.x % kThreads == 0 && m < rows) p.scales[row + m] = scales[m] * factor;
+  }
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
   const int own_row = blockIdx.x * kRowsOfCta + warp;
   const bool is_alone = gridDim.y == 1;
   if (warp < kRowsOfCta && own_row < rows) {
@@ -322,51 +429,71 @@ __global__ void __launch_bounds__(kListWarps * WARP) list_kernel(const __grid_co
 constexpr int kCombineMax = 32768;  // widest row
 constexpr int kCombineThreads = 1024;
 
+// Returns the weight of the shared expert for a row.
+__device__ float shared_weight(const baton_combine_args& p, int64_t row, float* memory) {
+  if (!p.shared_router) return 1.f;
+  const bf16* x = static_cast<const bf16*>(p.x) + row * p.x_stride;
+  float logit = 0.f;
+  for (int at = threadIdx.x * 8; at < p.width; at += blockDim.x * 8) {
+    float values[8], factors[8];
+    load8(x + at, values);
+    load8(static_cast<const bf16*>(p.shared_router) + at, factors);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) logit += values[i] * factors[i];
+  }
+  return 1.f / (1.f + expf(-block_sum(logit, memory)));
+}
+
 // One CTA per row; a thread holds ITEMS groups of 8, `blockDim.x` groups apart.
 template <int ITEMS, bool NORM>
-__global__ void combine_kernel(const bf16* outputs, const float* weights, int count, float* residual, const float* norm,
-                               float eps, bf16* out, int width) {
-  __shared__ float shared[WARP];
+__global__ void combine_kernel(const __grid_constant__ baton_combine_args p) {
+  __shared__ float of_norm[WARP], of_router[WARP];
   const int64_t row = blockIdx.x;
   pdl_wait_and_release();
+  const float* weights = p.weights + row * p.count;
+  const bf16* outputs = static_cast<const bf16*>(p.outputs) + row * p.count * p.width;
+  float* residual = p.residual + row * p.width;
+  bf16* out = static_cast<bf16*>(p.out) + row * p.width;
+  const float weight_of_shared = p.shared ? shared_weight(p, row, of_router) : 0.f;
   float values[ITEMS][8];
   float sum = 0.f;
 #pragma unroll
   for (int item = 0; item < ITEMS; ++item) {
     const int at = (item * blockDim.x + threadIdx.x) * 8;
-    if (at >= width) break;
+    if (at >= p.width) break;
     float mixed[8] = {};
-#pragma unroll 4
-    for (int slot = 0; slot < count; ++slot) {
+    auto add = [&](const bf16* from, float weight) {
       float output[8];
-      load8(outputs + (row * count + slot) * width + at, output);
-      const float weight = weights[row * count + slot];
+      load8(from + at, output);
 #pragma unroll
       for (int i = 0; i < 8; ++i) mixed[i] += weight * output[i];
-    }
+    };
+#pragma unroll 4
+    for (int slot = 0; slot < p.count; ++slot) add(outputs + slot * p.width, weights[slot]);
+    if (p.shared) add(static_cast<const bf16*>(p.shared) + row * p.width, weight_of_shared);
     if constexpr (NORM) {
-      load8(residual + row * width + at, values[item]);
+      load8(residual + at, values[item]);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         values[item][i] += mixed[i];
         sum += values[item][i] * values[item][i];
       }
-      store8(residual + row * width + at, values[item]);
+      store8(residual + at, values[item]);
     } else {
-      store8(out + row * width + at, mixed);
+      store8(out + at, mixed);
     }
   }
   if constexpr (NORM) {
-    const float scale = 1.f / sqrtf(block_sum(sum, shared) / static_cast<float>(width) + eps);
+    const float scale = 1.f / sqrtf(block_sum(sum, of_norm) / static_cast<float>(p.width) + p.eps);
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       const int at = (item * blockDim.x + threadIdx.x) * 8;
-      if (at >= width) break;
+      if (at >= p.width) break;
       float factors[8];
-      load8(norm + at, factors);
+      load8(p.norm + at, factors);
 #pragma unroll
       for (int i = 0; i < 8; ++i) values[item][i] = values[item][i] * scale * factors[i];
-      store8(out + row * width + at, values[item]);
+      store8(out + at, values[item]);
     }
   }
 }
@@ -390,6 +517,10 @@ int32_t check_route(const baton_route_args& p) {
                 "expert_of, weights, offsets, order or arrivals is null");
   BATON_REQUIRE(static_cast<int64_t>(p.rows) * p.count <= kAssignmentsMax,
                 "rows is %d; expected at most %d with %d experts each", p.rows, kAssignmentsMax / p.count, p.count);
+  BATON_REQUIRE(p.groups > 0 && p.groups <= WARP && p.experts % p.groups == 0, "groups is %d; expected divisors of %d up to %d",
+                p.groups, p.experts, WARP);
+  BATON_REQUIRE(p.groups_chosen > 0 && p.groups_chosen <= p.groups && p.count <= p.experts / p.groups * p.groups_chosen,
+                "groups_chosen is %d; expected groups, up to %d, with %d experts", p.groups_chosen, p.groups, p.count);
   if (p.logits) return BATON_OK;
   BATON_REQUIRE(p.x && p.router && p.scales, "x, router or scales is null");
   BATON_REQUIRE(p.hidden > 0 && p.hidden % 8 == 0, "hidden is %d; expected multiples of 8", p.hidden);
@@ -442,20 +573,23 @@ BATON_API int32_t baton_route(const baton_route_args* args, void* stream) {
   });
 }
 
-BATON_API int32_t baton_combine_experts(const void* outputs, const float* weights, int32_t count, float* residual,
-                                        const float* norm, float eps, void* out, int32_t rows, int32_t width, void* stream) {
+BATON_API int32_t baton_combine_experts(const baton_combine_args* args, void* stream) {
   return guarded([&]() -> int32_t {
-    BATON_REQUIRE(rows >= 0, "rows is %d; expected 0 or more", rows);
-    BATON_REQUIRE(width > 0 && width % 8 == 0 && width <= kCombineMax, "width is %d; expected multiples of 8 up to %d", width,
-                  kCombineMax);
-    BATON_REQUIRE(count > 0, "count is %d; expected 1 or more", count);
-    BATON_REQUIRE(outputs && weights && out && (!residual || norm), "outputs, weights, out or norm is null");
-    if (rows == 0) return BATON_OK;
-    const int groups = width / 8;
+    BATON_REQUIRE(args, "args is null");
+    const baton_combine_args& p = *args;
+    BATON_REQUIRE(p.rows >= 0, "rows is %d; expected 0 or more", p.rows);
+    BATON_REQUIRE(p.width > 0 && p.width % 8 == 0 && p.width <= kCombineMax, "width is %d; expected multiples of 8 up to %d",
+                  p.width, kCombineMax);
+    BATON_REQUIRE(p.count > 0, "count is %d; expected 1 or more", p.count);
+    BATON_REQUIRE(p.outputs && p.weights && p.out && (!p.residual || p.norm), "outputs, weights, out or norm is null");
+    BATON_REQUIRE(!p.shared_router || (p.shared && p.x && p.x_stride >= p.width && p.x_stride % 8 == 0),
+                  "shared or x is null, or x_stride is %lld; expected multiples of 8 from the width, %d, on",
+                  static_cast<long long>(p.x_stride), p.width);
+    if (p.rows == 0) return BATON_OK;
+    const int groups = p.width / 8;
     const int threads = groups >= kCombineThreads ? kCombineThreads : divide_up(groups, WARP) * WARP;
-    return with_combine_kernel(divide_up(groups, threads), residual != nullptr, [&](auto* kernel) {
-      return launch("sum of experts", kernel, dim3(rows), dim3(threads), 0, as_stream(stream),
-                    static_cast<const bf16*>(outputs), weights, count, residual, norm, eps, static_cast<bf16*>(out), width);
+    return with_combine_kernel(divide_up(groups, threads), p.residual != nullptr, [&](auto* kernel) {
+      return launch("sum of experts", kernel, dim3(p.rows), dim3(threads), 0, as_stream(stream), p);
     });
   });
 }

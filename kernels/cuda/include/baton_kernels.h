@@ -30,7 +30,7 @@
 #endif
 
 /* Increases with every incompatible change of this file. */
-#define BATON_ABI_VERSION 8
+#define BATON_ABI_VERSION 9
 
 /* Tokens per KV block. */
 #define BATON_BLOCK_TOKENS 16
@@ -122,9 +122,9 @@ typedef struct {
  * ([rows][(query_heads + 2 * kv.head_count) * head_dim], T = kv->dtype; queries, keys, values):
  *   1. bias added (null: none; [that width]),
  *   2. an RMS norm of each query and key head (`query_norm`, `key_norm` [head_dim]; both or neither
- *      null),
- *   3. RoPE: pairs (i, i + dim/2) of query and key heads rotated by positions[row] * frequencies[i], an f32
- *      product (`frequencies` [dim/2], radians per position; null: no rotation),
+ *      null), or, with `norms_all_heads`, of all query heads and of all key heads (weights of these widths),
+ *   3. RoPE: pairs (i, i + rotary_dim/2) of query and key heads rotated by positions[row] * frequencies[i], an f32
+ *      product (`frequencies` [rotary_dim/2], radians per position; null: no rotation),
  *   4. keys and values written to destinations[row] = block * 16 + token in block, queries to
  *      queries, `query_stride` elements (a multiple of 8) from row to row (query_heads * head_dim when contiguous; `queries` may be
  *      qkv itself, with the width of its rows as stride). Keys and values of qkv are unchanged.
@@ -143,6 +143,8 @@ typedef struct {
   int32_t query_heads;
   int32_t layer;
   int32_t rows;
+  int32_t rotary_dim; /* a multiple of 8 up to head_dim */
+  int32_t norms_all_heads;
 } baton_rope_args;
 BATON_API int32_t baton_rope_store_kv(const baton_kv *kv, const baton_rope_args *args, void *stream);
 

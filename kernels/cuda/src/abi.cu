@@ -24,8 +24,9 @@ static_assert(sizeof(baton_sample_args) == 7 * 8 + 4 * 4);
 static_assert(sizeof(baton_skinny_gemm_args) == 20 * 8 + 14 * 4);
 static_assert(sizeof(baton_decode_attention_args) == 15 * 8 + 10 * 4);
 static_assert(sizeof(baton_group) == 96 && sizeof(baton_all_reduce_args) == 56 && sizeof(baton_gather_args) == 80);
-static_assert(sizeof(baton_route_args) == 11 * 8 + 8 * 4);
-static_assert(sizeof(baton_expert_gemm_args) == 9 * 8 + 8 * 4);
+static_assert(sizeof(baton_route_args) == 13 * 8 + 12 * 4);
+static_assert(sizeof(baton_expert_gemm_args) == 12 * 8 + 10 * 4);
+static_assert(sizeof(baton_combine_args) == 9 * 8 + 4 * 4);
 
 namespace baton {
 
@@ -146,6 +147,7 @@ BATON_API int32_t baton_struct_sizes(uint32_t* sizes_host, int32_t capacity) {
       sizeof(baton_gather_args),
       sizeof(baton_route_args),
       sizeof(baton_expert_gemm_args),
+      sizeof(baton_combine_args),
   };
   constexpr int32_t count = sizeof(sizes) / sizeof(sizes[0]);
   for (int32_t i = 0; sizes_host && i < count && i < capacity; ++i) sizes_host[i] = sizes[i];

@@ -1,8 +1,8 @@
 // Between the QKV GEMM and attention, in one pass: bias, head norms, RoPE, KV store.
 //
 // One warp processes several heads of a row, one after another, because their angles are equal. A lane holds adjacent
-// dimensions of the head's lower half and their partners of the upper half, so RoPE needs no shuffles and loads are
-// wide.
+// dimensions and their rotary partners, so RoPE needs no shuffles and loads are wide. Dimensions that are not rotated
+// are pairs, too.
 #include <utility>
 
 #include "device.cuh"
@@ -20,6 +20,8 @@ struct RopeParameters {
   int64_t block_elements;
   int64_t layer_offset;  // of the layer's keys in a block
   int64_t value_offset;  // from keys to values
+  int rotary_half;
+  bool norms_all_heads;
   float norm_eps;
 };
 
@@ -28,6 +30,17 @@ template <class T, int COUNT>
 struct alignas(sizeof(T) * COUNT) Neighbours {
   T values[COUNT];
 };
+
+// Returns the factor of the norm of all `count` values, of which each warp reads some. All threads of the CTA call.
+template <class T>
+__device__ float factor_of_all(const T* values, const float* bias, int count, float eps, float* memory) {
+  float sum = 0.f;
+  for (int i = threadIdx.x; i < count; i += blockDim.x) {
+    const float value = widen(values[i]) + (bias ? bias[i] : 0.f);
+    sum += value * value;
+  }
+  return 1.f / sqrtf(block_sum(sum, memory) / static_cast<float>(count) + eps);
+}
 
 // PAIRS: pairs a lane holds; dim <= 64 * PAIRS and a multiple of 2 * PAIRS.
 template <class T, int PAIRS>
@@ -40,19 +53,31 @@ __global__ void __launch_bounds__(HEADS* WARP)
   const int row = blockIdx.x;
   const int heads = shape.query_heads + 2 * shape.kv_heads;
   const int half = dim / 2;
-  const int first = threadIdx.x % WARP * PAIRS;  // of the lane's dimensions
-  const bool has_any = first < half;
+  const int pair_first = threadIdx.x % WARP * PAIRS;
+  const bool has_any = pair_first < half, turns = frequencies && pair_first < shape.rotary_half;
+  // The lane's dimensions and their partners.
+  const int first = pair_first < shape.rotary_half ? pair_first : pair_first + shape.rotary_half;
+  const int partner = pair_first < shape.rotary_half ? pair_first + shape.rotary_half : pair_first + half;
 
   float sine[PAIRS], cosine[PAIRS];
-  if (frequencies && has_any) {
+  if (turns && has_any) {
     const float position = static_cast<float>(positions[row]);
 #pragma unroll
     for (int pair = 0; pair < PAIRS; ++pair) {
-      sincosf(__fmul_rn(position, frequencies[first + pair]), &sine[pair], &cosine[pair]);
+      sincosf(__fmul_rn(position, frequencies[pair_first + pair]), &sine[pair], &cosine[pair]);
     }
   }
   const int destination = destinations[row];
   const int64_t block = destination / BATON_BLOCK_TOKENS, token = destination % BATON_BLOCK_TOKENS;
+
+  float of_queries = 0.f, of_keys = 0.f;
+  if (shape.norms_all_heads) {
+    __shared__ float sums[2][WARP];
+    const T* from = qkv + static_cast<int64_t>(row) * heads * dim;
+    const int queries_width = shape.query_heads * dim, keys_width = shape.kv_heads * dim;
+    of_queries = factor_of_all(from, bias, queries_width, shape.norm_eps, sums[0]);
+    of_keys = factor_of_all(from + queries_width, bias ? bias + queries_width : nullptr, keys_width, shape.norm_eps, sums[1]);
+  }
 
   // Queries, then keys, then values.
   for (int head = blockIdx.y * HEADS + threadIdx.x / WARP; head < heads; head += gridDim.y * HEADS) {
@@ -60,14 +85,14 @@ __global__ void __launch_bounds__(HEADS* WARP)
     float low[PAIRS] = {}, high[PAIRS] = {};
     if (has_any) {
       const Pack lower = *reinterpret_cast<const Pack*>(from + first);
-      const Pack upper = *reinterpret_cast<const Pack*>(from + half + first);
+      const Pack upper = *reinterpret_cast<const Pack*>(from + partner);
 #pragma unroll
       for (int pair = 0; pair < PAIRS; ++pair) {
         low[pair] = widen(lower.values[pair]);
         high[pair] = widen(upper.values[pair]);
         if (bias) {
           low[pair] += bias[head * dim + first + pair];
-          high[pair] += bias[head * dim + half + first + pair];
+          high[pair] += bias[head * dim + partner + pair];
         }
       }
     }
@@ -79,17 +104,21 @@ __global__ void __launch_bounds__(HEADS* WARP)
       float sum = 0.f;
 #pragma unroll
       for (int pair = 0; pair < PAIRS; ++pair) sum += low[pair] * low[pair] + high[pair] * high[pair];
-      const float scale = 1.f / sqrtf(warp_sum(sum) / static_cast<float>(dim) + shape.norm_eps);
+      float scale = 1.f / sqrtf(warp_sum(sum) / static_cast<float>(dim) + shape.norm_eps);
+      if (shape.norms_all_heads) {
+        scale = is_query ? of_queries : of_keys;
+        norm += (is_query ? head : head - shape.query_heads) * dim;
+      }
 #pragma unroll
       for (int pair = 0; pair < PAIRS; ++pair) {
         if (!has_any) break;
         low[pair] = low[pair] * scale * norm[first + pair];
-        high[pair] = high[pair] * scale * norm[half + first + pair];
+        high[pair] = high[pair] * scale * norm[partner + pair];
       }
     }
     if (!has_any) continue;
 
-    if (frequencies && (is_query || is_key)) {
+    if (turns && (is_query || is_key)) {
 #pragma unroll
       for (int pair = 0; pair < PAIRS; ++pair) {
         const float x = low[pair], y = high[pair];
@@ -113,7 +142,7 @@ __global__ void __launch_bounds__(HEADS* WARP)
       upper.values[pair] = narrow<T>(high[pair]);
     }
     *reinterpret_cast<Pack*>(to + first) = lower;
-    *reinterpret_cast<Pack*>(to + half + first) = upper;
+    *reinterpret_cast<Pack*>(to + partner) = upper;
   }
 }
 
@@ -166,8 +195,12 @@ BATON_API int32_t baton_rope_store_kv(const baton_kv* kv, const baton_rope_args*
                   static_cast<long long>(args->query_stride));
     BATON_REQUIRE((args->query_norm == nullptr) == (args->key_norm == nullptr),
                   "one of query_norm and key_norm is null");
+    BATON_REQUIRE(args->rotary_dim > 0 && args->rotary_dim <= dim && args->rotary_dim % 8 == 0,
+                  "rotary_dim is %d; expected multiples of 8 up to %d", args->rotary_dim, dim);
     if (args->rows == 0) return static_cast<int32_t>(BATON_OK);
     RopeParameters shape;
+    shape.rotary_half = args->rotary_dim / 2;
+    shape.norms_all_heads = args->query_norm && args->norms_all_heads;
     shape.query_heads = args->query_heads;
     shape.kv_heads = kv->head_count;
     shape.query_stride = args->query_stride;
@@ -177,7 +210,9 @@ BATON_API int32_t baton_rope_store_kv(const baton_kv* kv, const baton_rope_args*
     shape.norm_eps = args->norm_eps;
     // Few rows need many CTAs; many rows save angle computations with fewer CTAs.
     const int heads = shape.query_heads + 2 * shape.kv_heads;
-    const dim3 grid(args->rows, args->rows < ROWS_MANY ? divide_up(heads, HEADS) : 1);
+    // A norm of all heads is computed before any query is overwritten.
+    const bool is_split = args->rows < ROWS_MANY && !shape.norms_all_heads;
+    const dim3 grid(args->rows, is_split ? divide_up(heads, HEADS) : 1);
     return with_dtype(kv->dtype, [&](auto element) {
       using T = decltype(element);
       auto run = [&](auto kernel) {

@@ -17,7 +17,8 @@ def struct(name, **fields):
 Kv = struct("Kv", base=P, block_elements=I64, block_count=I32, layer_count=I32, head_count=I32, head_dim=I32,
             dtype=I32, reserved=I32)
 RopeArgs = struct("RopeArgs", qkv=P, queries=P, query_stride=I64, bias=P, query_norm=P, key_norm=P, frequencies=P,
-                  positions=P, destinations=P, norm_eps=F32, query_heads=I32, layer=I32, rows=I32)
+                  positions=P, destinations=P, norm_eps=F32, query_heads=I32, layer=I32, rows=I32, rotary_dim=I32,
+                  norms_all_heads=I32)
 Sampling = struct("Sampling", seed=U64, temperature=F32, top_p=F32, min_p=F32, repetition_penalty=F32,
                   presence_penalty=F32, frequency_penalty=F32, top_k=U32, min_tokens=U32, stop_count=I32,
                   logprobs=I32, prompt_len=I32, reserved=I32 * 3)
@@ -57,16 +58,20 @@ AllReduceArgs = struct("AllReduceArgs", x=P, out=P, residual=P, weight=P, eps=F3
                        algorithm=I32, pdl=I32)
 GatherArgs = struct("GatherArgs", x=P, x_stride=I64, out=P, out_stride=I64, firsts=I32 * 9, rows=I32,
                     reserved=I32 * 2)
-RouteArgs = struct("RouteArgs", x=P, x_stride=I64, squares=P, router=P, logits=P, expert_of=P, weights=P, scales=P,
-                   offsets=P, order=P, arrivals=P, eps=F32, squares_count=I32, rows=I32, hidden=I32, experts=I32,
-                   count=I32, is_normalized=I32, reserved=I32)
+RouteArgs = struct("RouteArgs", x=P, x_stride=I64, squares=P, router=P, logits=P, bias=P, split=P, expert_of=P,
+                   weights=P, scales=P, offsets=P, order=P, arrivals=P, eps=F32, squares_count=I32, rows=I32,
+                   hidden=I32, experts=I32, count=I32, is_normalized=I32, is_sigmoid=I32, groups=I32,
+                   groups_chosen=I32, scale=F32, reserved=I32)
 ExpertGemmArgs = struct("ExpertGemmArgs", weight=P, weight_stride=I64, x=P, x_stride=I64, scales=P, out=P,
-                        out_stride=I64, offsets=P, order=P, rows=I32, experts=I32, count=I32, n=I32, depth=I32,
-                        is_gate_up=I32, grid=I32, pdl=I32)
+                        out_stride=I64, offsets=P, order=P, weight_scales=P, weight_scales_stride=I64, factors=P,
+                        rows=I32, experts=I32, count=I32, n=I32, depth=I32, is_gate_up=I32, grid=I32, pdl=I32,
+                        parts=I32, factor_stride=I32)
+CombineArgs = struct("CombineArgs", outputs=P, weights=P, residual=P, norm=P, out=P, shared=P, shared_router=P, x=P,
+                     x_stride=I64, eps=F32, count=I32, rows=I32, width=I32)
 NEEDS_DRAW, NEEDS_CUT, NEEDS_LOGPROBS, NEEDS_PENALTIES, NEEDS_ALL = 1, 2, 4, 8, 15
 STRUCTS = [Kv, RopeArgs, Sampling, Slot, Pool, PlanHeader, PlanSequence, PlanAdmission, PlanRun, Step, Shape, Batch,
            Workspace, AttentionPlan, SampleResult, TokenLogprob, SampleArgs, SkinnyArgs, DecodeArgs, Group,
-           AllReduceArgs, GatherArgs, RouteArgs, ExpertGemmArgs]
+           AllReduceArgs, GatherArgs, RouteArgs, ExpertGemmArgs, CombineArgs]
 
 ARGUMENTS = {
     "initialise": [],

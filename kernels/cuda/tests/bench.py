@@ -63,7 +63,7 @@ def small(lib, batch):
     frequencies, positions = rand(DIM // 2), ints([512] * batch)
     destinations = ints([i * 16 for i in range(batch)])
     arguments = [RopeArgs(qkv.data_ptr(), queries.data_ptr(), HEADS * DIM, None, None, None, frequencies.data_ptr(),
-                          positions.data_ptr(), destinations.data_ptr(), 1e-6, HEADS, layer, batch) for layer in range(LAYERS)]
+                          positions.data_ptr(), destinations.data_ptr(), 1e-6, HEADS, layer, batch, DIM, 0) for layer in range(LAYERS)]
     times["rope_store_kv"] = microseconds(lambda i: lib.rope_store_kv(kv, arguments[i % LAYERS]))
 
     host = Host(batch, 8200, batch * 40 + 1, 1)

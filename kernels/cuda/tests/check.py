@@ -126,25 +126,34 @@ def check_rope():
             places = random.sample(range(40 * 16), rows)
             positions = [random.choice((0, 1, 31, 4095, 131_071)) for _ in range(rows)]
             bias = rand(width) if has_bias else None
-            norms = (rand(dim), rand(dim)) if has_norm else (None, None)
-            frequencies = torch.tensor([10000.0 ** (-2 * i / dim) for i in range(dim // 2)], device="cuda")
+            # A part of each head is rotated, and norms are over all heads, in some of the cases.
+            rotary_dim = dim // 2 // 8 * 8 if rows in (513, 33) and dim >= 16 else dim
+            all_heads = rows in (17, 600)
+            norms = (None, None)
+            if has_norm:
+                norms = (rand(heads * dim), rand(kv_heads * dim)) if all_heads else (rand(dim), rand(dim))
+            frequencies = torch.tensor([10000.0 ** (-2 * i / rotary_dim) for i in range(rotary_dim // 2)], device="cuda")
             stride = width if is_strided else heads * dim
             queries = torch.full((rows, stride), NAN, dtype=dtype, device="cuda")
             at, to = ints(positions), ints(places)
             pointer = lambda tensor: None if tensor is None else tensor.data_ptr()
             args = RopeArgs(qkv.data_ptr(), queries.data_ptr(), stride, pointer(bias), pointer(norms[0]),
                             pointer(norms[1]), frequencies.data_ptr(), at.data_ptr(), to.data_ptr(), 1e-6, heads,
-                            layer, rows)
+                            layer, rows, rotary_dim, all_heads)
             lib.rope_store_kv(kv, args)
             x = qkv.double() + (bias.double() if has_bias else 0)
             x = x.view(rows, heads + 2 * kv_heads, dim)
             if has_norm:
-                scaled = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)
-                x = torch.cat((scaled[:, :heads] * norms[0], scaled[:, heads:heads + kv_heads] * norms[1],
+                def normed(part, weight):
+                    spans = (1, 2) if all_heads else -1
+                    scaled = part * torch.rsqrt((part * part).mean(spans, keepdim=True) + 1e-6)
+                    return scaled * weight.view(-1, dim)
+                x = torch.cat((normed(x[:, :heads], norms[0]), normed(x[:, heads:heads + kv_heads], norms[1]),
                                x[:, heads + kv_heads:]), 1)
             angles = (at.float()[:, None] * frequencies[None]).double()[:, None]
-            low, high = x[..., :dim // 2], x[..., dim // 2:]
-            turned = torch.cat((low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()), -1)
+            low, high = x[..., :rotary_dim // 2], x[..., rotary_dim // 2:rotary_dim]
+            turned = torch.cat((low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin(),
+                                x[..., rotary_dim:]), -1)
             what = f"rope {dtype} dim {dim} heads {heads}/{kv_heads} rows {rows}"
             near(queries[:, :heads * dim], turned[:, :heads].reshape(rows, -1), 2 * tolerance, what)
             if is_strided:
@@ -685,7 +694,8 @@ def check_dependent_launch():
                     lib.raw.baton_programmatic_launch(pdl)
                     lib.rope_store_kv(kv, RopeArgs(
                         qkv.data_ptr(), q.data_ptr(), heads * dim, None, None, None, frequencies.data_ptr(),
-                        arrays.row_positions.data_ptr(), arrays.row_destinations.data_ptr(), 1e-6, heads, layer, count))
+                        arrays.row_positions.data_ptr(), arrays.row_destinations.data_ptr(), 1e-6, heads, layer, count,
+                        dim, 0))
                 lib.decode_attention(DecodeArgs(
                     q.data_ptr(), heads * dim, keys.data_ptr(), values.data_ptr(), *strides, arrays.page_indices.data_ptr(),
                     arrays.page_indptr.data_ptr(), arrays.kv_lengths.data_ptr(), out.data_ptr(), heads * dim,

@@ -31,7 +31,8 @@ use super::{
 };
 use crate::{
     backend::{
-        Backend, ExpertShape, ExpertWeights, HeadShape, HeadWeights, LayerAttention, RowSource,
+        Backend, ExpertShape, ExpertWeights, HeadShape, HeadWeights, LayerAttention, NormSpan,
+        RowSource,
     },
     layout::{Dtype, KvLayout, WeightFormat},
     shard::Shard,
@@ -98,11 +99,11 @@ pub struct CudaBackend {
 }
 
 /// The quantized input of a GEMM in FP8.
-struct QuantizedRows {
+pub(super) struct QuantizedRows {
     /// FP8 `[rows][width]`.
-    data: Range,
+    pub data: Range,
     /// f32 `[rows]`.
-    scales: Range,
+    pub scales: Range,
 }
 
 impl CudaBackend {
@@ -331,6 +332,11 @@ impl CudaBackend {
         }
     }
 
+    /// Returns memory for activations.
+    pub(super) fn cut_activations(&self, bytes: usize) -> Range {
+        self.cut(&self.activations, bytes)
+    }
+
     /// Cuts a range, or returns an empty range after an error.
     fn cut(&self, memory: &DeviceMemory, bytes: usize) -> Range {
         memory.cut(bytes).unwrap_or_else(|error| {
@@ -386,8 +392,7 @@ impl Backend for CudaBackend {
     }
 
     fn expert_buffers(&self, rows_max: usize, shape: ExpertShape) -> CudaExperts {
-        let buffers =
-            CudaExperts::place(rows_max, shape, |bytes| self.cut(&self.activations, bytes));
+        let buffers = self.place_experts(rows_max, shape);
         if self.is_placed && !self.is_faulty() {
             self.note(buffers.clear());
         }
@@ -542,7 +547,16 @@ impl Backend for CudaBackend {
     ) {
         self.check_heads(shape, qkv, step);
         assert!(layer < step.kv_layout().layer_count, "the KV cache has no layer {layer}");
-        assert_eq!(weights.frequencies.len * 2, shape.head_dim, "RoPE has one frequency per pair");
+        let rotary_dim = weights.frequencies.len * 2;
+        assert!(rotary_dim <= shape.head_dim, "RoPE has one frequency per pair");
+        let (query_norm, key_norm) = match weights.norm_span {
+            NormSpan::Head => (shape.head_dim, shape.head_dim),
+            NormSpan::Projection => (shape.query_width(), shape.kv_heads * shape.head_dim),
+        };
+        assert!(
+            self.group.is_none() || weights.norms.is_none() || weights.norm_span == NormSpan::Head,
+            "a rank has the norms of its heads"
+        );
         let address = |vector: Option<&CudaVector>, len: usize| {
             vector.map_or(0, |vector| {
                 assert_eq!(vector.len, len, "length of a head weight or bias");
@@ -556,8 +570,8 @@ impl Backend for CudaBackend {
             queries: data,
             query_stride: qkv.stride as i64,
             bias: address(weights.bias, shape.qkv_width()),
-            query_norm: address(weights.norms.map(|norms| norms.0), shape.head_dim),
-            key_norm: address(weights.norms.map(|norms| norms.1), shape.head_dim),
+            query_norm: address(weights.norms.map(|norms| norms.0), query_norm),
+            key_norm: address(weights.norms.map(|norms| norms.1), key_norm),
             frequencies: weights.frequencies.data.address(),
             positions: step.arrays().row_positions,
             destinations: step.arrays().row_destinations,
@@ -565,6 +579,8 @@ impl Backend for CudaBackend {
             query_heads: shape.query_heads as i32,
             layer: layer as i32,
             rows: rows as i32,
+            rotary_dim: rotary_dim as i32,
+            norms_all_heads: (weights.norm_span == NormSpan::Projection).into(),
         };
         self.run(|library, stream| {
             // SAFETY: the buffer has the step's rows, the vectors were checked, and the step's KV
@@ -623,7 +639,7 @@ impl Backend for CudaBackend {
         out: &mut CudaBuffer,
     ) {
         self.mix(rows, x, weights, buffers);
-        self.combine(rows, weights.choice.count, buffers, None, out);
+        self.combine(rows, x.rows_of(rows), weights, buffers, None, out);
     }
 
     fn experts_onto_residual(
@@ -636,13 +652,13 @@ impl Backend for CudaBackend {
         norm: (&CudaVector, f32),
     ) {
         self.mix(rows, normed, weights, buffers);
-        let count = weights.choice.count;
+        let x = normed.rows_of(rows);
         if self.group.is_some() {
             // A rank's experts return a partial sum.
-            self.combine(rows, count, buffers, None, delta);
+            self.combine(rows, x, weights, buffers, None, delta);
             self.all_reduce_onto_residual(rows, delta, residual, norm, normed);
         } else {
-            self.combine(rows, count, buffers, Some((residual, norm)), normed);
+            self.combine(rows, x, weights, buffers, Some((residual, norm)), normed);
         }
     }
 
@@ -725,6 +741,13 @@ impl Backend for CudaBackend {
 }
 
 impl CudaBackend {
+    /// Quantizes rows of `x` to FP8, for experts.
+    pub(super) fn quantize_for_experts(&self, rows: usize, x: &CudaBuffer) -> &QuantizedRows {
+        let quantized = self.quantized.as_ref().expect("placed with the weights");
+        self.quantize_rows(rows, x, quantized);
+        quantized
+    }
+
     /// Quantizes rows of `x` to FP8.
     fn quantize_rows(&self, rows: usize, x: &CudaBuffer, to: &QuantizedRows) {
         let from = x.data.part(0, x.bytes(rows));

@@ -92,6 +92,11 @@ impl CudaBuffer {
         self.dtype
     }
 
+    /// Returns the address of the first `rows` rows, and the elements from one row to the next.
+    pub(super) fn rows_of(&self, rows: usize) -> (Address, i64) {
+        (self.data.part(0, self.bytes(rows)), self.stride as i64)
+    }
+
     /// Returns the bytes of `rows` rows.
     ///
     /// # Panics

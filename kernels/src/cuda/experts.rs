@@ -1,29 +1,37 @@
 //! Mixtures of experts: routing, two grouped GEMMs, and the weighted sum. All counts stay on the
 //! device, so that steps can be captured.
 //!
-//! Up to [`FEW_ROWS_MAX`] rows, a row's result does not depend on the other rows. With more rows
-//! the router's GEMM runs on cuBLASLt, which adds in another order.
+//! Up to [`FEW_ROWS_MAX`] rows, a row's result does not depend on the other rows, except that of a
+//! shared expert. With more rows the router's GEMM runs on cuBLASLt, which adds in another order,
+//! and inputs of experts in FP8 are rounded to FP8.
 
 use super::{
     backend::{CudaBackend, wide},
     buffer::{CudaBuffer, CudaMatrix, CudaVector, DeferredNorm},
     error::CudaError,
-    ffi,
+    ffi::{self, Address},
     gemm::GemmShape,
     library::KernelLibrary,
     memory::Range,
 };
 use crate::{
-    backend::{ExpertChoice, ExpertShape, ExpertWeights},
-    layout::Dtype,
+    backend::{Backend, ExpertScore, ExpertShape, ExpertWeights, SharedExpert},
+    layout::{Dtype, WeightFormat},
 };
 
 /// `BATON_EXPERTS_MAX`: maximum experts of a layer.
 pub const EXPERTS_MAX: usize = 512;
 /// `BATON_EXPERTS_CHOSEN_MAX`: maximum experts of a row.
 pub const EXPERTS_CHOSEN_MAX: usize = 32;
+/// Maximum groups of experts.
+pub const EXPERT_GROUPS_MAX: usize = 32;
 /// Maximum rows of the router's own GEMM.
 const FEW_ROWS_MAX: usize = 256;
+
+/// Columns of the activations in FP8 that have one factor.
+const FACTOR_COLUMNS: usize = 64;
+/// Parts of inputs in FP8 of few rows, which lose nothing of bf16.
+const PARTS: usize = 2;
 
 /// Intermediate values of a mixture of experts. An assignment is a row and one of its experts.
 #[derive(Debug)]
@@ -36,7 +44,7 @@ pub struct CudaExperts {
     expert_of: Range,
     /// f32 `[rows][chosen]`.
     weights: Range,
-    /// f32 `[rows]`: the factors of the rows' deferred norms.
+    /// f32 `[rows]`: the factors of the rows' deferred norms, times those of `split`.
     scales: Range,
     /// i32 `[experts + 1]`: first position of each expert in `order`.
     offsets: Range,
@@ -44,25 +52,115 @@ pub struct CudaExperts {
     order: Range,
     /// i32: CTAs that have arrived.
     arrivals: Range,
-    /// bf16 `[assignments][size]`, by expert.
+    /// bf16 `[assignments][size]`, or up to `PARTS` lines of FP8 for each assignment, by expert.
     activated: Range,
     /// bf16 `[assignments][hidden]`, by row.
     outputs: Range,
+    /// With weights in FP8.
+    fp8: Option<Fp8Inputs>,
+    shared: Option<SharedBuffers>,
+}
+
+/// Inputs of experts' GEMMs in FP8.
+#[derive(Debug)]
+struct Fp8Inputs {
+    /// FP8 `[rows][PARTS][hidden]`, of few rows.
+    split: Range,
+    /// f32 `[assignments][factor_stride]`, by expert.
+    factors: Range,
+    factor_stride: usize,
+}
+
+/// Intermediate values of the shared expert.
+#[derive(Debug)]
+struct SharedBuffers {
+    gate_up: CudaBuffer,
+    activated: CudaBuffer,
+    output: CudaBuffer,
 }
 
 impl CudaExperts {
-    /// Returns whether the kernels make this choice: by a softmax over all experts.
-    pub fn supports(choice: &ExpertChoice) -> bool {
-        *choice == ExpertChoice::softmax(choice.count, choice.is_normalized)
+    /// Writes the initial values.
+    pub(super) fn clear(&self) -> Result<(), CudaError> {
+        self.arrivals.write(0, &[0_i32])
+    }
+}
+
+/// The same matrix of all experts: the first one, and the bytes from one to the next.
+struct Stacked<'a> {
+    first: &'a CudaMatrix,
+    stride: usize,
+}
+
+impl<'a> Stacked<'a> {
+    /// # Panics
+    /// When the matrices are not equally far apart, or have other sizes or types, which is a bug.
+    fn new(
+        mut matrices: impl Iterator<Item = &'a CudaMatrix>,
+        (rows, cols): (usize, usize),
+    ) -> Self {
+        let scales_of = |matrix: &CudaMatrix| matrix.scales.as_ref().map(Range::address);
+        let first = matrices.next().expect("a mixture has experts");
+        let (base, base_scales) = (first.data.address(), scales_of(first));
+        let mut stride = rows * cols * if first.scales.is_some() { 1 } else { Dtype::Bf16.bytes() };
+        for (index, matrix) in (1..).zip(matrices) {
+            let distance = (matrix.data.address() - base) as usize;
+            if index == 1 {
+                stride = distance;
+            }
+            let scales = base_scales.map(|scales| scales + (index * stride) as u64);
+            assert!(
+                distance == index * stride && scales_of(matrix) == scales,
+                "experts are equally far apart"
+            );
+            assert!((matrix.rows, matrix.cols) == (rows, cols), "experts have equal sizes");
+        }
+        assert!((first.rows, first.cols) == (rows, cols), "the experts do not match the buffers");
+        assert!(first.dtype == Dtype::Bf16, "experts compute with bf16");
+        Self { first, stride }
     }
 
-    /// Allocates memory by `cut`, which returns a range of so many bytes.
-    pub(super) fn place(rows_max: usize, shape: ExpertShape, cut: impl Fn(usize) -> Range) -> Self {
+    fn is_fp8(&self) -> bool {
+        self.first.scales.is_some()
+    }
+
+    /// Adds weights and scales to the arguments of a GEMM.
+    fn args(&self, args: ffi::ExpertGemmArgs) -> ffi::ExpertGemmArgs {
+        let element_bytes = if self.is_fp8() { 1 } else { Dtype::Bf16.bytes() };
+        ffi::ExpertGemmArgs {
+            weight: self.first.data.address(),
+            weight_stride: (self.stride / element_bytes) as i64,
+            weight_scales: self.first.scales.as_ref().map_or(0, Range::address),
+            weight_scales_stride: (self.stride / size_of::<f32>()) as i64,
+            n: self.first.rows as i32,
+            depth: self.first.cols as i32,
+            ..args
+        }
+    }
+}
+
+/// Inputs of the experts' GEMMs.
+struct Inputs {
+    x: Address,
+    x_stride: usize,
+    /// Factors of the rows, or 0.
+    scales: Address,
+    /// Lines in FP8 for each row; 0: bf16.
+    parts: usize,
+}
+
+impl CudaBackend {
+    /// Creates the intermediate values of a mixture.
+    pub(super) fn place_experts(&self, rows_max: usize, shape: ExpertShape) -> CudaExperts {
         let assignments = rows_max * shape.chosen;
+        let cut = |bytes| self.cut_activations(bytes);
         let floats = |count: usize| cut(count * size_of::<f32>());
         let numbers = |count: usize| cut(count * size_of::<i32>());
         let activations = |width: usize| cut(assignments * width * Dtype::Bf16.bytes());
-        Self {
+        let factor_stride = shape.size.div_ceil(FACTOR_COLUMNS).next_multiple_of(2);
+        let is_fp8 = self.options().weights == WeightFormat::Fp8;
+        let buffer = |width| self.buffer(rows_max, width);
+        CudaExperts {
             rows_max,
             shape,
             logits: floats(if rows_max > FEW_ROWS_MAX { rows_max * shape.count } else { 0 }),
@@ -74,78 +172,58 @@ impl CudaExperts {
             arrivals: numbers(1),
             activated: activations(shape.size),
             outputs: activations(shape.hidden),
+            fp8: is_fp8.then(|| Fp8Inputs {
+                split: cut(rows_max.min(FEW_ROWS_MAX) * PARTS * shape.hidden),
+                factors: floats(assignments * factor_stride),
+                factor_stride,
+            }),
+            shared: (shape.shared > 0).then(|| SharedBuffers {
+                gate_up: buffer(2 * shape.shared),
+                activated: buffer(shape.shared),
+                output: buffer(shape.hidden),
+            }),
         }
     }
 
-    /// Writes the initial values.
-    pub(super) fn clear(&self) -> Result<(), CudaError> {
-        self.arrivals.write(0, &[0_i32])
-    }
-}
-
-/// The same matrix of all experts: the first one, and the elements from one to the next.
-struct Stacked<'a> {
-    first: &'a CudaMatrix,
-    stride: usize,
-}
-
-impl<'a> Stacked<'a> {
-    /// # Panics
-    /// When the matrices are not equally far apart, or are no bf16 matrices, which is a bug.
-    fn new(
-        mut matrices: impl Iterator<Item = &'a CudaMatrix>,
-        (rows, cols): (usize, usize),
-    ) -> Self {
-        let first = matrices.next().expect("a mixture has experts");
-        let (base, mut stride) = (first.data.address(), rows * cols * Dtype::Bf16.bytes());
-        for (index, matrix) in (1..).zip(matrices) {
-            let distance = (matrix.data.address() - base) as usize;
-            if index == 1 {
-                stride = distance;
-            }
-            assert_eq!(distance, index * stride, "experts are equally far apart");
-            assert!((matrix.rows, matrix.cols) == (rows, cols), "experts have equal sizes");
-        }
-        assert!((first.rows, first.cols) == (rows, cols), "the experts do not match the buffers");
-        assert!(first.dtype == Dtype::Bf16 && first.scales.is_none(), "experts are in bf16");
-        Self { first, stride: stride / Dtype::Bf16.bytes() }
-    }
-}
-
-impl CudaBackend {
     /// Computes the experts' outputs and their weights.
     pub(super) fn mix(
         &mut self,
         rows: usize,
         x: &CudaBuffer,
         weights: &ExpertWeights<'_, CudaMatrix, CudaVector>,
-        buffers: &CudaExperts,
+        buffers: &mut CudaExperts,
     ) {
-        let ExpertShape { count, chosen, hidden, size } = buffers.shape;
+        let ExpertShape { count, chosen, hidden, size, .. } = buffers.shape;
         let &ExpertWeights { router, experts, choice, .. } = weights;
         assert!(rows <= buffers.rows_max, "{rows} rows exceed the buffers' {}", buffers.rows_max);
         assert_eq!((experts.len(), choice.count), (count, chosen), "experts: counts differ");
-        assert!(CudaExperts::supports(&choice), "experts: the kernels have no such choice");
-        assert!(weights.bias.is_none() && weights.shared.is_none(), "experts: no such weights");
         assert_eq!((router.rows, router.cols), (count, hidden), "experts: the router's size");
         assert!(x.width == hidden && x.dtype == Dtype::Bf16, "experts: the type of the input");
+        let gate_up = Stacked::new(experts.iter().map(|expert| &expert.0), (2 * size, hidden));
+        let down = Stacked::new(experts.iter().map(|expert| &expert.1), (hidden, size));
+        assert_eq!(gate_up.is_fp8(), down.is_fp8(), "experts: formats differ");
         if rows == 0 || self.is_faulty() {
             return;
         }
+        if let Some(shared) = &weights.shared {
+            let buffers = buffers.shared.as_mut().expect("buffers of the shared expert");
+            self.run_shared(rows, x, shared, buffers);
+        }
         self.use_dependent_launch();
-        let is_many = rows > FEW_ROWS_MAX;
-        if is_many {
+        let inputs = if rows > FEW_ROWS_MAX {
             self.finish_rows(rows, x);
             self.route_many(rows, x, weights, buffers);
+            self.inputs_of_many(rows, x, gate_up.is_fp8())
         } else {
-            self.route_few(rows, x, weights, buffers);
-        }
-        let is_scaled = !is_many && x.pending.take().is_some();
-        let gate_up = Stacked::new(experts.iter().map(|expert| &expert.0), (2 * size, hidden));
-        let down = Stacked::new(experts.iter().map(|expert| &expert.1), (hidden, size));
+            self.route_few(rows, x, weights, buffers, gate_up.is_fp8())
+        };
+        let fp8 = buffers.fp8.as_ref().filter(|_| gate_up.is_fp8());
         let shared = ffi::ExpertGemmArgs {
             offsets: buffers.offsets.address(),
             order: buffers.order.address(),
+            factors: fp8.map_or(0, |fp8| fp8.factors.address()),
+            factor_stride: fp8.map_or(0, |fp8| fp8.factor_stride as i32),
+            parts: inputs.parts as i32,
             rows: rows as i32,
             experts: count as i32,
             count: chosen as i32,
@@ -153,37 +231,50 @@ impl CudaBackend {
             pdl: self.skinny_parts().starts_early.into(),
             ..ffi::ExpertGemmArgs::default()
         };
-        self.expert_gemm(ffi::ExpertGemmArgs {
-            weight: gate_up.first.data.address(),
-            weight_stride: gate_up.stride as i64,
-            x: x.data.part(0, x.bytes(rows)),
-            x_stride: x.stride as i64,
-            scales: if is_scaled { buffers.scales.address() } else { 0 },
+        self.expert_gemm(gate_up.args(ffi::ExpertGemmArgs {
+            x: inputs.x,
+            x_stride: inputs.x_stride as i64,
+            scales: inputs.scales,
             out: buffers.activated.part(0, rows * chosen * size * Dtype::Bf16.bytes()),
             out_stride: size as i64,
-            n: 2 * size as i32,
-            depth: hidden as i32,
             is_gate_up: 1,
             ..shared
-        });
-        self.expert_gemm(ffi::ExpertGemmArgs {
-            weight: down.first.data.address(),
-            weight_stride: down.stride as i64,
+        }));
+        self.expert_gemm(down.args(ffi::ExpertGemmArgs {
             x: buffers.activated.address(),
             x_stride: size as i64,
             out: buffers.outputs.part(0, rows * chosen * hidden * Dtype::Bf16.bytes()),
             out_stride: hidden as i64,
-            n: hidden as i32,
-            depth: size as i32,
             ..shared
-        });
+        }));
+    }
+
+    /// Computes the outputs of the shared expert.
+    fn run_shared(
+        &mut self,
+        rows: usize,
+        x: &CudaBuffer,
+        shared: &SharedExpert<'_, CudaMatrix>,
+        buffers: &mut SharedBuffers,
+    ) {
+        let SharedBuffers { gate_up, activated, output } = buffers;
+        if shared.router.is_some() {
+            // The sum of the outputs reads the rows.
+            self.finish_rows(rows, x);
+        }
+        self.project_gated(rows, (x, shared.gate_up), gate_up, activated);
+        if !self.skinny_matmul(rows, (activated, shared.down), output) {
+            self.matmul(rows, activated, shared.down, output);
+        }
     }
 
     /// Adds the experts' outputs: to the residual stream, and `out` is its RMS norm, or into `out`.
+    /// `x`: the rows that were mixed, and their stride.
     pub(super) fn combine(
         &self,
         rows: usize,
-        count: usize,
+        (x, x_stride): (Address, i64),
+        weights: &ExpertWeights<'_, CudaMatrix, CudaVector>,
         buffers: &CudaExperts,
         onto: Option<(&mut CudaBuffer, (&CudaVector, f32))>,
         out: &mut CudaBuffer,
@@ -192,27 +283,38 @@ impl CudaBackend {
         assert!(out.width == width && out.stride == width, "experts: the width of the output");
         assert_eq!(out.dtype, Dtype::Bf16, "experts: the type of the output");
         out.pending.set(None);
-        let (mut residual, mut norm, mut eps) = (0, 0, 0.0);
-        if let Some((buffer, (weight, epsilon))) = onto {
+        let router = weights.shared.as_ref().and_then(|shared| shared.router);
+        assert!(
+            router.is_none_or(|router| (router.rows, router.cols) == (1, width)
+                && router.dtype == Dtype::Bf16
+                && router.scales.is_none()),
+            "experts: the router of the shared expert"
+        );
+        let mut args = ffi::CombineArgs {
+            outputs: buffers.outputs.address(),
+            weights: buffers.weights.address(),
+            out: out.data.part(0, out.bytes(rows)),
+            shared: match (&weights.shared, &buffers.shared) {
+                (Some(_), Some(shared)) => shared.output.data.address(),
+                _ => 0,
+            },
+            shared_router: router.map_or(0, |router| router.data.address()),
+            x,
+            x_stride,
+            count: weights.choice.count as i32,
+            rows: rows as i32,
+            width: width as i32,
+            ..ffi::CombineArgs::default()
+        };
+        if let Some((buffer, (weight, eps))) = onto {
             wide(buffer);
             assert!(buffer.width == width && weight.len == width, "experts: widths differ");
-            residual = buffer.data.part(0, buffer.bytes(rows));
-            (norm, eps) = (weight.data.address(), epsilon);
+            args.residual = buffer.data.part(0, buffer.bytes(rows));
+            (args.norm, args.eps) = (weight.data.address(), eps);
         }
-        let (outputs, weights) = (buffers.outputs.address(), buffers.weights.address());
-        let to = out.data.part(0, out.bytes(rows));
-        let (count, rows, width) = (count as i32, rows as i32, width as i32);
         self.run(|library, stream| {
             // SAFETY: the ranges have the rows and widths checked above.
-            unsafe {
-                launch!(
-                    library,
-                    stream,
-                    baton_combine_experts(
-                        outputs, weights, count, residual, norm, eps, to, rows, width
-                    )
-                )
-            }
+            unsafe { launch!(library, stream, baton_combine_experts(&args)) }
         });
     }
 
@@ -233,30 +335,62 @@ impl CudaBackend {
             hidden: buffers.shape.hidden as i32,
             experts: buffers.shape.count as i32,
             count: buffers.shape.chosen as i32,
+            bias: weights.bias.map_or(0, |bias| {
+                assert_eq!(bias.len, buffers.shape.count, "a bias for every expert");
+                bias.data.address()
+            }),
             is_normalized: weights.choice.is_normalized.into(),
+            is_sigmoid: (weights.choice.score == ExpertScore::Sigmoid).into(),
+            groups: weights.choice.groups as i32,
+            groups_chosen: weights.choice.groups_chosen as i32,
+            scale: weights.choice.scale,
             ..ffi::RouteArgs::default()
         }
     }
 
-    /// Computes logits and choices of few rows. Applies a deferred norm of the rows.
+    /// Computes logits and choices of few rows, and inputs that lose nothing of the rows. Applies a
+    /// deferred norm of the rows.
     fn route_few(
         &self,
         rows: usize,
         x: &CudaBuffer,
         weights: &ExpertWeights<'_, CudaMatrix, CudaVector>,
         buffers: &CudaExperts,
-    ) {
+        is_fp8: bool,
+    ) -> Inputs {
         let mut args = Self::route_args(rows, weights, buffers);
         assert_eq!(weights.router.dtype, Dtype::Bf16, "the router is in bf16");
-        args.x = x.data.part(0, x.bytes(rows));
-        args.x_stride = x.stride as i64;
+        (args.x, args.x_stride) = x.rows_of(rows);
         args.router = weights.router.data.address();
-        if let Some(DeferredNorm { count, eps, .. }) = x.pending.get() {
+        let pending = x.pending.take();
+        if let Some(DeferredNorm { count, eps, .. }) = pending {
             args.squares = self.skinny_parts().squares.part(0, rows * count * size_of::<f32>());
             args.squares_count = count as i32;
             args.eps = eps;
         }
+        let scales = buffers.scales.address();
+        let inputs = match buffers.fp8.as_ref().filter(|_| is_fp8) {
+            Some(fp8) => {
+                args.split = fp8.split.part(0, rows * PARTS * x.width);
+                Inputs { x: args.split, x_stride: x.width, scales, parts: PARTS }
+            }
+            None => {
+                let scales = if pending.is_some() { scales } else { 0 };
+                Inputs { x: args.x, x_stride: x.stride, scales, parts: 0 }
+            }
+        };
         self.route(args);
+        inputs
+    }
+
+    /// Returns inputs of many rows, in FP8 rounded.
+    fn inputs_of_many(&self, rows: usize, x: &CudaBuffer, is_fp8: bool) -> Inputs {
+        if !is_fp8 {
+            return Inputs { x: x.rows_of(rows).0, x_stride: x.stride, scales: 0, parts: 0 };
+        }
+        let quantized = self.quantize_for_experts(rows, x);
+        let (x_address, scales) = (quantized.data.address(), quantized.scales.address());
+        Inputs { x: x_address, x_stride: x.width, scales, parts: 1 }
     }
 
     /// Computes logits and choices of many rows.

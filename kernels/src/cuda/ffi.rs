@@ -10,7 +10,7 @@ use cudarc::driver::sys::CUdeviceptr;
 use crate::layout::Dtype;
 
 /// `BATON_ABI_VERSION`.
-pub(super) const ABI_VERSION: i32 = 8;
+pub(super) const ABI_VERSION: i32 = 9;
 /// `BATON_INVALID`.
 pub(super) const INVALID: i32 = 1;
 /// `BATON_UNSUPPORTED`.
@@ -82,7 +82,7 @@ macro_rules! structs {
         )*
 
         /// Sizes in bytes of the structs, in order.
-        pub(super) const STRUCT_BYTES: [usize; 24] = [$(size_of::<$name>()),*];
+        pub(super) const STRUCT_BYTES: [usize; 25] = [$(size_of::<$name>()),*];
     };
 }
 
@@ -112,6 +112,8 @@ structs! {
         pub query_heads: i32,
         pub layer: i32,
         pub rows: i32,
+        pub rotary_dim: i32,
+        pub norms_all_heads: i32,
     }
 
     #[derive(Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
@@ -388,6 +390,8 @@ structs! {
         pub squares: Address,
         pub router: Address,
         pub logits: Address,
+        pub bias: Address,
+        pub split: Address,
         pub expert_of: Address,
         pub weights: Address,
         pub scales: Address,
@@ -401,6 +405,10 @@ structs! {
         pub experts: i32,
         pub count: i32,
         pub is_normalized: i32,
+        pub is_sigmoid: i32,
+        pub groups: i32,
+        pub groups_chosen: i32,
+        pub scale: f32,
         pub reserved: i32,
     }
 
@@ -415,6 +423,9 @@ structs! {
         pub out_stride: i64,
         pub offsets: Address,
         pub order: Address,
+        pub weight_scales: Address,
+        pub weight_scales_stride: i64,
+        pub factors: Address,
         pub rows: i32,
         pub experts: i32,
         pub count: i32,
@@ -423,6 +434,25 @@ structs! {
         pub is_gate_up: i32,
         pub grid: i32,
         pub pdl: i32,
+        pub parts: i32,
+        pub factor_stride: i32,
+    }
+
+    #[derive(Default)]
+    pub struct CombineArgs {
+        pub outputs: Address,
+        pub weights: Address,
+        pub residual: Address,
+        pub norm: Address,
+        pub out: Address,
+        pub shared: Address,
+        pub shared_router: Address,
+        pub x: Address,
+        pub x_stride: i64,
+        pub eps: f32,
+        pub count: i32,
+        pub rows: i32,
+        pub width: i32,
     }
 }
 
@@ -499,8 +529,7 @@ functions! {
     baton_skinny_gemm_tile: fn(*const SkinnyGemmArgs) -> i32;
     baton_route: fn(*const RouteArgs, RawStream) -> i32;
     baton_expert_gemm: fn(*const ExpertGemmArgs, RawStream) -> i32;
-    baton_combine_experts:
-        fn(Address, Address, i32, Address, Address, f32, Address, i32, i32, RawStream) -> i32;
+    baton_combine_experts: fn(*const CombineArgs, RawStream) -> i32;
     baton_sample: fn(*const SlotPool, *const StepArrays, *const SampleArgs, RawStream) -> i32;
     baton_draft: fn(*const SlotPool, *const StepArrays, i32, i32, i32, i32, RawStream) -> i32;
     baton_accept: fn(*const SlotPool, *const StepArrays, i32, i32, Address, RawStream) -> i32;

@@ -92,11 +92,12 @@ impl CudaBackend {
     ) -> bool {
         assert!(layer < step.kv_layout().layer_count, "the KV cache has no layer {layer}");
         let &HeadWeights { frequencies, bias, .. } = weights;
-        assert_eq!(frequencies.len * 2, shape.head_dim, "one frequency per pair");
         let (addresses, arrays) = (step.layer_addresses(layer), step.arrays());
         let epilogue = Epilogue::Heads { shape, bias, frequencies, addresses, arrays };
         // A tile must not span two heads.
-        let is_served = weights.norms.is_none() && shape.head_dim.is_multiple_of(TILE_MIN);
+        let is_served = weights.norms.is_none()
+            && frequencies.len * 2 == shape.head_dim
+            && shape.head_dim.is_multiple_of(TILE_MIN);
         is_served && self.skinny(step.rows(), (x, w), epilogue, qkv).is_some()
     }
 

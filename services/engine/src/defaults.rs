@@ -80,9 +80,12 @@ impl ModelSizes {
             + heads.qkv_width()
             + heads.query_width()
             + 3 * config.ffn_size_of(shard);
-        // Activations and outputs of the experts of a token.
+        // Activations and outputs of the experts of a token, and those of the shared expert.
         let of_experts = config.experts().map_or(0, |experts| {
-            experts.choice.count * (shard.expert_rows(experts.size).len() + config.hidden_size)
+            let shared = experts.shared.map_or(0, |shared| shared.size);
+            let shared = 3 * shard.part(shared).len() + shared.min(1) * config.hidden_size;
+            let size = shard.expert_rows(experts.size).len();
+            experts.choice.count * (size + config.hidden_size) + shared
         });
         let width = width + of_experts;
         let block_bytes = config.kv_layout_of(dtype, shard).block_bytes();

@@ -301,9 +301,10 @@ impl<B: Backend> Transformer<B> {
         let ffn_size = config.ffn_size_of(shard);
 
         let rows = |width| backend.buffer(limits.rows_max, width);
-        let expert_buffers = |ExpertSpec { count, size, choice, .. }| {
+        let expert_buffers = |ExpertSpec { count, size, choice, shared, .. }| {
             let (hidden, size) = (config.hidden_size, shard.expert_rows(size).len());
-            let shape = ExpertShape { count, chosen: choice.count, hidden, size };
+            let shared = shared.map_or(0, |shared| shard.part(shared.size).len());
+            let shape = ExpertShape { count, chosen: choice.count, hidden, size, shared };
             backend.expert_buffers(limits.rows_max, shape)
         };
         let activations = Activations {

@@ -26,8 +26,8 @@ use kernels::{
     arena::{StreamAccess, StreamStep},
     backend::{ExpertLoad, NormSpan},
     cuda::{
-        Admission, BatchLimits, CudaBackend, CudaError, CudaExperts, CudaFrame, CudaStep,
-        DeviceBatch, DeviceClock, DeviceKv, Drafts, EXPERTS_CHOSEN_MAX, EXPERTS_MAX, Event,
+        Admission, BatchLimits, CudaBackend, CudaError, CudaFrame, CudaStep, DeviceBatch,
+        DeviceClock, DeviceKv, Drafts, EXPERT_GROUPS_MAX, EXPERTS_CHOSEN_MAX, EXPERTS_MAX, Event,
         Extension, Finished, GemmShape, KnownDrafts, SampleOutcome, StepInput, StreamDelays,
         TuningResult, TuningSettings, row_steps,
     },
@@ -640,7 +640,11 @@ fn gemm_shapes(
     let tokens = shard.tokens(config.vocab_size).len();
     let mut layer =
         vec![(config.hidden_size, heads.qkv_width()), (heads.query_width(), config.hidden_size)];
-    // Experts have kernels of their own.
+    // Experts have kernels of their own, and the shared expert has not.
+    let shared = config.experts().and_then(|experts| experts.shared);
+    if let Some(size) = shared.map(|shared| shard.part(shared.size).len()) {
+        layer.extend([(config.hidden_size, 2 * size), (size, config.hidden_size)]);
+    }
     if config.layers.iter().any(|layer| layer.feed_forward == FeedForward::Gated) {
         layer.extend([(config.hidden_size, 2 * ffn_size), (ffn_size, config.hidden_size)]);
     }
@@ -677,14 +681,13 @@ pub fn check_sizes(
             let what = "the compute capability of a GPU for experts";
             return unsupported(what, format!("{}.{}", compute / 10, compute % 10), "9.0");
         }
-        if weights != WeightFormat::Bf16 {
+        if !matches!(weights, WeightFormat::Bf16 | WeightFormat::Fp8) {
             let what = "the weight format of a model with experts";
-            return unsupported(what, weights.to_string(), "bf16 on GPUs");
+            return unsupported(what, weights.to_string(), "bf16 or fp8 on GPUs");
         }
-        if experts.has_bias || experts.shared.is_some() || !CudaExperts::supports(&experts.choice) {
-            let allowed =
-                "softmax scores without groups and shared expert on GPUs, or node.device = \"cpu\"";
-            return unsupported("the model's family", config.family.name().to_owned(), allowed);
+        if experts.choice.groups > EXPERT_GROUPS_MAX {
+            let what = "the number of groups of experts";
+            return unsupported(what, experts.choice.groups.to_string(), "up to 32");
         }
         if experts.count > EXPERTS_MAX {
             return unsupported("the number of experts", experts.count.to_string(), "up to 512");
@@ -696,15 +699,30 @@ pub fn check_sizes(
         if shard.has_whole_experts() {
             return unsupported("node.expert_parallel", "true".to_owned(), "false on GPUs");
         }
-        let size = shard.part(experts.size).len();
-        if !size.is_multiple_of(8) {
-            let what = "a rank's feed-forward size of experts";
-            return unsupported(what, size.to_string(), "multiples of 8");
+        let (unit, allowed) = match weights {
+            WeightFormat::Fp8 => (16, "multiples of 16 in fp8"),
+            _ => (8, "multiples of 8"),
+        };
+        let shared = experts.shared.map_or(0, |shared| shared.size);
+        for (what, size) in [
+            ("the hidden size of a model with experts", config.hidden_size),
+            ("a rank's feed-forward size of experts", shard.part(experts.size).len()),
+            ("a rank's feed-forward size of the shared expert", shard.part(shared).len()),
+        ] {
+            if !size.is_multiple_of(unit) {
+                return unsupported(what, size.to_string(), allowed);
+            }
         }
     }
-    if config.rotary_dim != config.head_dim || config.qk_norm() == Some(NormSpan::Projection) {
+    if config.qk_norm() == Some(NormSpan::Projection) && !shard.is_whole() {
         let (what, value) = ("the model's family", config.family.name().to_owned());
-        let allowed = "RoPE and norms over whole heads on GPUs, or node.device = \"cpu\"";
+        let allowed =
+            "norms of whole heads with tensor parallelism on GPUs, or node.device = \"cpu\"";
+        return Err(CudaError::Unsupported { what, value, allowed }.into());
+    }
+    if !config.rotary_dim.is_multiple_of(8) {
+        let (what, value) = ("the model's rotary dimension", config.rotary_dim.to_string());
+        let allowed = "multiples of 8";
         return Err(CudaError::Unsupported { what, value, allowed }.into());
     }
     let sizes = [
@@ -766,8 +784,7 @@ mod tests {
         };
         assert_eq!(refusal(512, 32, WeightFormat::Bf16, 90), "");
         for (experts, chosen, weights, compute, expected) in [
-            (8, 2, WeightFormat::F32, 90, "with experts is f32; expected bf16 on GPUs"),
-            (8, 2, WeightFormat::Fp8, 90, "with experts is fp8; expected bf16 on GPUs"),
+            (8, 2, WeightFormat::F32, 90, "with experts is f32; expected bf16 or fp8 on GPUs"),
             (513, 2, WeightFormat::Bf16, 90, "the number of experts is 513; expected up to 512"),
             (64, 33, WeightFormat::Bf16, 90, "experts per token is 33; expected up to 32"),
             (8, 2, WeightFormat::Bf16, 89, "of a GPU for experts is 8.9; expected 9.0"),
