@@ -1,11 +1,14 @@
-//! LoRA adapters in a cluster: hand-over, a killed decode node, names, and nodes without the
-//! adapter.
+//! LoRA adapters in a cluster: hand-over, a killed decode node, names, nodes without the adapter,
+//! and adapters that are loaded and unloaded while the nodes serve.
 
-use std::path::Path;
+use std::{
+    path::Path,
+    time::{Duration, Instant},
+};
 
 use anyhow::Result;
 use integration_tests::{
-    client::greedy_body,
+    client::{Answer, Client, greedy_body},
     cluster::{Cluster, ClusterSpec, busy_node},
     golden::run_named,
 };
@@ -126,5 +129,103 @@ async fn ranks_compute_adapters() -> Result<()> {
     for (name, alone) in names().iter().zip(&alone) {
         assert_eq!(&client.complete(&body(name)).await?.token_ids, alone, "{name}");
     }
+    cluster.stop()
+}
+
+/// The operator of a cluster with one model.
+struct Operator(Client);
+
+impl Operator {
+    fn of(cluster: &Cluster) -> Self {
+        Self(Client::new(format!("http://{}", cluster.router.ready.admin)))
+    }
+
+    /// Loads the adapter of a pair NAME=FOLDER.
+    async fn load(&self, pair: &str) -> Result<Answer> {
+        let (name, folder) = pair.split_once('=').unwrap();
+        let body = json!({"lora_name": name, "lora_path": folder});
+        self.0.post("/v1/load_lora_adapter", &body).await
+    }
+
+    async fn unload(&self, name: &str) -> Result<Answer> {
+        self.0.post("/v1/unload_lora_adapter", &json!({"lora_name": name})).await
+    }
+
+    /// Loads the adapter as soon as a slot is free.
+    async fn load_when_free(&self, pair: &str) -> Result<Value> {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        loop {
+            let answer = self.load(pair).await?;
+            match answer.status.as_u16() {
+                200 => return Ok(answer.json()),
+                409 if Instant::now() < deadline => {
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                }
+                status => anyhow::bail!("{status}: {}", answer.json()),
+            }
+        }
+    }
+}
+
+/// Checks that an answer is an error of one line with these words.
+fn assert_refused(answer: &Answer, status: u16, words: &[&str]) {
+    let message = answer.json()["error"]["message"].as_str().unwrap().to_owned();
+    assert_eq!(answer.status.as_u16(), status, "{message}");
+    let has_all = words.iter().all(|word| message.contains(word));
+    assert!(has_all && !message.contains('\n'), "{message}: {words:?}");
+}
+
+#[tokio::test]
+async fn adapters_are_loaded_and_unloaded_while_streams_run() -> Result<()> {
+    let folder = TempDir::new()?;
+    let value = adapters(folder.path(), &[("sql", 1), ("law", 2)])?;
+    let (sql, law) = value.split_once(',').unwrap();
+    let other = adapters(folder.path(), &[("sql", 3)])?;
+    let alone = answers_of_one_node(&value).await?;
+    let bodies = names().map(|name| body(&name));
+    let spec = ClusterSpec::smollm2().nodes(1, 1).set("BATON_MODEL_ADAPTER_SLOTS", 1);
+    let (mut cluster, client) = Cluster::start_with_client(spec).await?;
+    let operator = Operator::of(&cluster);
+
+    let mut stream = client.stream("/v1/completions", &bodies[0]).await?;
+    let mut found = stream.next().await?.expect("the stream goes on").token_ids();
+    let loaded = operator.load(sql).await?;
+    assert_eq!(loaded.status.as_u16(), 200, "{}", loaded.json());
+    assert_eq!(loaded.json()["nodes"].as_array().unwrap().len(), 2);
+    let adapted = client.complete(&bodies[1]).await?;
+    assert_eq!((&adapted.token_ids, adapted.kv_bytes > 0), (&alone[1], true));
+    found.extend(stream.token_ids().await?);
+    assert_eq!(found, alone[0], "the stream of the base model");
+
+    assert_eq!(operator.load(sql).await?.json(), loaded.json(), "a repeated load");
+    assert_refused(&operator.load(&other).await?, 400, &["adapter sql on 2 of 2", "this name"]);
+    assert_refused(&operator.load(law).await?, 409, &["all 1 slots", "model.adapter_slots"]);
+    assert_refused(&operator.load("a=tmp/a").await?, 400, &["lora_path: \"tmp/a\""]);
+    assert_refused(&operator.load("a=/tmp/../a").await?, 400, &["lora_path: \"/tmp/../a\""]);
+    assert_refused(&operator.load("a:b=/tmp/a").await?, 400, &["lora_name: \"a:b\""]);
+    assert_refused(&operator.load("a=/tmp/none").await?, 400, &["/tmp/none/adapter_config.json"]);
+    assert_refused(&operator.unload("law").await?, 404, &["adapter law", "one of: sql"]);
+
+    let mut stream = client.stream("/v1/completions", &bodies[1]).await?;
+    let mut found = stream.next().await?.expect("the stream goes on").token_ids();
+    let unloaded = operator.unload("sql").await?.json();
+    let in_flight = |node: &Value| node["attempts_in_flight"].as_u64().unwrap();
+    let nodes = unloaded["nodes"].as_array().unwrap();
+    assert!(nodes.iter().map(in_flight).sum::<u64>() >= 1, "{unloaded}");
+    assert_refused(&client.post("/v1/completions", &bodies[1]).await?, 404, &[":sql"]);
+    assert_refused(&operator.load(law).await?, 409, &["until requests with unloaded adapters end"]);
+    found.extend(stream.token_ids().await?);
+    assert_eq!(found, alone[1], "the stream of the unloaded adapter");
+    operator.load_when_free(law).await?;
+    assert_eq!(client.complete(&bodies[2]).await?.token_ids, alone[2]);
+
+    // A node that restarts has the adapters of its settings.
+    cluster.decode[0].kill();
+    cluster.wait_nodes(1, 0).await?;
+    cluster.restart_decode(0)?;
+    cluster.wait_nodes(1, 1).await?;
+    assert_refused(&client.post("/v1/completions", &bodies[2]).await?, 404, &[":law"]);
+    operator.load_when_free(law).await?;
+    assert_eq!(client.complete(&bodies[2]).await?.token_ids, alone[2]);
     cluster.stop()
 }

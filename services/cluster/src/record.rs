@@ -169,7 +169,7 @@ pub fn is_adapter_name(name: &str) -> bool {
 }
 
 /// Checks the adapters of a record.
-fn adapters(wire: Vec<v1::Adapter>) -> Result<Vec<Adapter>, RecordError> {
+pub(crate) fn adapters(wire: Vec<v1::Adapter>) -> Result<Vec<Adapter>, RecordError> {
     range("adapters", wire.len() as u32, 0, ADAPTERS_MAX as u32)?;
     let checked = wire.into_iter().map(|v1::Adapter { name, content_hash }| {
         if !is_adapter_name(&name) {

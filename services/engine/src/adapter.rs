@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use model::ModelError;
+use model::{Adapter, ModelError};
 
 /// Maximum number of adapters that an executor holds.
 pub const ADAPTER_SLOTS_MAX: u32 = 64;
@@ -18,10 +18,10 @@ pub struct LoadedAdapter {
 
 /// Slots of adapters, which may change while steps run.
 pub trait AdapterSlots: Send + Sync {
-    /// Loads the adapter in `folder` into a slot that no sequence uses, and returns its content
-    /// hash. `rank_max` is the largest allowed rank.
-    fn load(&self, slot: u32, folder: &Path, rank_max: u32) -> Result<u128, ModelError>;
+    /// Opens the part of the adapter in `folder` that the executor computes. `rank_max` is the
+    /// largest allowed rank.
+    fn open(&self, folder: &Path, rank_max: u32) -> Result<Adapter, ModelError>;
 
-    /// Empties a slot that no sequence uses.
-    fn unload(&self, slot: u32);
+    /// Replaces the adapter in a slot that no sequence uses; `None` empties the slot.
+    fn set(&self, slot: u32, adapter: Option<Adapter>);
 }

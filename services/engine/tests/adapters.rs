@@ -24,7 +24,9 @@ fn load(engine: &mut CpuEngine) -> [Arc<LoadedAdapter>; 2] {
     [(0, 3), (5, 4)].map(|(slot, seed)| {
         let folder = tempfile::tempdir().unwrap();
         adapter::write(folder.path(), SHAPE, 4, seed, 0.5).unwrap();
-        let content_hash = slots.load(slot, folder.path(), 8).unwrap();
+        let adapter = slots.open(folder.path(), 8).unwrap();
+        let content_hash = adapter.content_hash();
+        slots.set(slot, Some(adapter));
         Arc::new(LoadedAdapter { slot, content_hash })
     })
 }

@@ -167,6 +167,26 @@ impl Adapter {
         Ok(Self { content_hash, layers })
     }
 
+    /// Returns the maximum number of bytes that opening the adapter in `folder` takes: its file, and
+    /// its elements in f32. 0: the file of the weights is missing.
+    pub fn open_bytes(folder: &Path) -> u64 {
+        std::fs::metadata(folder.join(WEIGHTS)).map_or(0, |file| 3 * file.len())
+    }
+
+    /// Returns the bytes of an adapter of all matrices; `None`: the model has no adapters.
+    pub fn bytes_of_rank(config: &ModelConfig, rank: usize) -> Option<u64> {
+        config.experts().is_none().then(|| matrix_bytes(config, rank))
+    }
+
+    /// Returns the bytes of the matrices in memory.
+    pub fn bytes(&self) -> u64 {
+        let matrices = |it: &PerMatrix<Vec<LowRankUpdate>>| {
+            let updates = [&it.qkv, &it.output, &it.gate_up, &it.down].into_iter().flatten();
+            updates.map(|update| update.a.len() + update.b.len()).sum::<usize>()
+        };
+        4 * self.layers.iter().map(matrices).sum::<usize>() as u64
+    }
+
     /// Returns the xxh3-128 hash of the scale and of the file of the weights. KV of the adapter is
     /// keyed by it.
     pub fn content_hash(&self) -> u128 {
@@ -237,6 +257,16 @@ fn checked_config(
     Ok((rank, (alpha / divisor) as f32))
 }
 
+/// Returns the bytes of all matrices of an adapter in f32.
+fn matrix_bytes(config: &ModelConfig, rank: usize) -> u64 {
+    let PerMatrix { qkv, output, gate_up, down } = TARGETS;
+    let widths = [qkv, output, gate_up, down].concat().into_iter().map(|target| {
+        let (rows, cols) = Weight::Layer(0, target).matrix_shape(config);
+        (rows + cols) as u64
+    });
+    4 * widths.sum::<u64>() * (config.layer_count * rank) as u64
+}
+
 /// Reads the weights of an adapter of this rank. A larger file than its matrices in f32 need is an
 /// error.
 fn read_weights(path: &Path, config: &ModelConfig, rank: usize) -> Result<Vec<u8>, ModelError> {
@@ -246,14 +276,7 @@ fn read_weights(path: &Path, config: &ModelConfig, rank: usize) -> Result<Vec<u8
         let cause = std::io::Error::new(std::io::ErrorKind::InvalidInput, "not a regular file");
         return Err(io_error(path, "read")(cause));
     }
-    let PerMatrix { qkv, output, gate_up, down } = TARGETS;
-    let targets = [qkv, output, gate_up, down].concat();
-    let widths = targets.iter().map(|&target| {
-        let (rows, cols) = Weight::Layer(0, target).matrix_shape(config);
-        (rows + cols) as u64
-    });
-    let elements = widths.sum::<u64>() * (config.layer_count * rank) as u64;
-    let limit = HEADER_BYTES_MAX + 4 * elements;
+    let limit = HEADER_BYTES_MAX + matrix_bytes(config, rank);
     if metadata.len() > limit {
         return Err(ModelError::FileTooLarge { path: path.into(), limit });
     }

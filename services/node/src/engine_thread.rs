@@ -266,6 +266,9 @@ impl<E: Executor> Engine<E> {
                 // The caller may have stopped waiting.
                 let _ = dropped.send(self.core.handle_reset_prefix_cache());
             }
+            EngineCommand::AdaptersChanged { adapters, _permit } => {
+                self.core.handle_adapters(&adapters.listed());
+            }
             EngineCommand::Trace { request, _permit } => self.recorder.start(request),
             EngineCommand::ChangeWeights {
                 weight_version,

@@ -21,6 +21,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use weight_transfer::UpdateId;
 
 use crate::{
+    adapters::NodeAdapters,
     attempt::NewAttempt,
     node_core::{CallId, ChangePending, Refusal, Reply},
     observe::ObserverSender,
@@ -66,6 +67,12 @@ pub(crate) enum EngineCommand {
     ResetPrefixCache {
         /// Receives the number of dropped blocks.
         dropped: oneshot::Sender<u32>,
+        /// Held until the engine thread has taken the command.
+        _permit: OwnedSemaphorePermit,
+    },
+    /// An adapter was loaded or unloaded.
+    AdaptersChanged {
+        adapters: NodeAdapters,
         /// Held until the engine thread has taken the command.
         _permit: OwnedSemaphorePermit,
     },

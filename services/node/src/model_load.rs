@@ -187,8 +187,9 @@ fn load_weights(
         }
     };
     let is_gpu = matches!(traits.device, NodeDevice::Gpu { .. });
+    let host_bytes = host_bytes(&traits, tp, kv_bytes(arena.block_count()));
     let slots = executor.adapter_slots();
-    let adapters = NodeAdapters::load(config, model, is_gpu, slots.as_deref())?;
+    let adapters = NodeAdapters::start(config, model, is_gpu, slots, host_bytes)?;
     let fingerprint = fingerprint()?;
     // The weights are those of one version of the files.
     checkpoint.check_unchanged()?;
@@ -209,7 +210,6 @@ fn load_weights(
     let identity = identity::model_identity(fingerprint, weights, layout);
     let path = path.to_owned();
     let model = checkpoint.config().clone();
-    let host_bytes = host_bytes(&traits, tp, kv_bytes(arena.block_count()));
     let loaded = Loaded {
         path,
         model,

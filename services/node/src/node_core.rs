@@ -33,7 +33,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cluster::NodeRecord;
+use cluster::{Adapter, NodeRecord};
 use engine::{
     CacheSeeds, LoopOutcome, Scheduler, SpeculationStats, StepLoop,
     event::{Action, Input, SequenceId},
@@ -190,6 +190,11 @@ impl<E: Executor> NodeCore<E> {
         let outputs = &mut self.attempts.outputs;
         let until = grace.map(|grace| now + grace);
         self.observers.set_draining(is_draining, until, now, &mut self.steps, outputs);
+    }
+
+    /// Tells the observers which adapters the node has.
+    pub fn handle_adapters(&mut self, adapters: &[Adapter]) {
+        self.observers.change_adapters(adapters, &mut self.attempts.outputs);
     }
 
     /// Drops the cached blocks that no sequence uses, and returns their number.

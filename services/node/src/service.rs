@@ -6,6 +6,7 @@
 
 use std::{
     convert::Infallible,
+    path::Path,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -24,7 +25,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Code, Request, Response, Status, metadata::MetadataMap};
 
 use crate::{
-    adapters::NodeAdapters,
+    adapters::{AdapterError, NodeAdapters},
     attempt::{self, AttemptLimits, NewAttempt},
     authentication::Proof,
     grammars::Grammars,
@@ -52,6 +53,8 @@ pub(crate) struct NodeService {
     observer_permits: Arc<Semaphore>,
     /// One trace at a time.
     trace_permit: Arc<Semaphore>,
+    /// One change of the adapters at a time.
+    adapters_permit: Arc<Semaphore>,
     /// Cancelled from SIGTERM on.
     draining: CancellationToken,
 }
@@ -67,7 +70,7 @@ impl NodeService {
         draining: CancellationToken,
     ) -> Self {
         let observer_permits = observe::permits();
-        let trace_permit = Arc::new(Semaphore::new(1));
+        let [trace_permit, adapters_permit] = [(); 2].map(|()| Arc::new(Semaphore::new(1)));
         Self {
             role,
             limits,
@@ -77,6 +80,7 @@ impl NodeService {
             secret,
             observer_permits,
             trace_permit,
+            adapters_permit,
             draining,
         }
     }
@@ -100,6 +104,30 @@ impl NodeService {
             return Err(Refusal::Draining);
         }
         Ok(())
+    }
+
+    /// Loads or unloads an adapter off the async threads, and tells the routers, also if the caller
+    /// has stopped waiting.
+    async fn change_adapters<T: Send + 'static>(
+        &self,
+        node_epoch: &[u8],
+        change: impl FnOnce(&NodeAdapters) -> Result<T, AdapterError> + Send + 'static,
+    ) -> Result<T, Status> {
+        attempt::check_epoch(node_epoch, &self.limits)?;
+        let permit = self.adapters_permit.clone().try_acquire_owned().map_err(|_| {
+            let reason = "the node changes its adapters already; try again when it has ended";
+            Refusal::Busy { reason: reason.to_owned() }
+        })?;
+        let (adapters, inbox) = (self.adapters.clone(), self.inbox.clone());
+        let changed = tokio::task::spawn_blocking(move || {
+            let _permit = permit;
+            let changed = change(&adapters)?;
+            inbox
+                .send_for_router(|_permit| EngineCommand::AdaptersChanged { adapters, _permit })?;
+            Ok::<T, Refusal>(changed)
+        });
+        let changed = changed.await.map_err(|error| Status::internal(error.to_string()))?;
+        Ok(changed?)
     }
 
     /// Takes a `Prefill` or `Decode` call through its stages. Before them, `grpc_server` limits the
@@ -204,6 +232,27 @@ impl node_server::Node for NodeService {
         Ok(Response::new(v1::ResetPrefixCacheReply { blocks }))
     }
 
+    async fn load_adapter(
+        &self,
+        request: Request<v1::LoadAdapterRequest>,
+    ) -> Result<Response<v1::LoadAdapterReply>, Status> {
+        let v1::LoadAdapterRequest { node_epoch, name, path } = request.into_inner();
+        let load = move |adapters: &NodeAdapters| adapters.load(&name, Path::new(&path));
+        let content_hash = self.change_adapters(&node_epoch, load).await?;
+        let content_hash = content_hash.to_be_bytes().to_vec().into();
+        Ok(Response::new(v1::LoadAdapterReply { content_hash }))
+    }
+
+    async fn unload_adapter(
+        &self,
+        request: Request<v1::UnloadAdapterRequest>,
+    ) -> Result<Response<v1::UnloadAdapterReply>, Status> {
+        let v1::UnloadAdapterRequest { node_epoch, name } = request.into_inner();
+        let unload = move |adapters: &NodeAdapters| adapters.unload(&name);
+        let attempts = self.change_adapters(&node_epoch, unload).await? as u32;
+        Ok(Response::new(v1::UnloadAdapterReply { attempts }))
+    }
+
     async fn trace(
         &self,
         request: Request<v1::TraceRequest>,
@@ -253,6 +302,16 @@ impl node_server::Node for NodeService {
         let (observer, stream) = observe::observer(place);
         self.inbox.send_for_router(|_permit| EngineCommand::Observe { observer, _permit })?;
         Ok(Proof::add(request.extensions().get().cloned(), Response::new(stream)))
+    }
+}
+
+impl From<AdapterError> for Refusal {
+    fn from(error: AdapterError) -> Self {
+        let reason = error.to_string();
+        match error {
+            AdapterError::NoSlot { .. } | AdapterError::Memory(_) => Self::Busy { reason },
+            _ => Self::Invalid { reason },
+        }
     }
 }
 
@@ -320,7 +379,7 @@ mod tests {
             Role::Prefill,
             LIMITS,
             grammars,
-            NodeAdapters::default(),
+            NodeAdapters::none(),
             inbox,
             secret.clone(),
             draining.clone(),

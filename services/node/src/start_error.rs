@@ -40,8 +40,8 @@ pub enum NodeStartError {
     Hub(#[from] hub::HubError),
     #[error(transparent)]
     Model(#[from] ModelError),
-    #[error(transparent)]
-    Adapters(#[from] AdapterError),
+    #[error("model.adapters: cannot load {name}: {source}")]
+    Adapter { name: String, source: Box<AdapterError> },
     #[error(transparent)]
     Arena(#[from] ArenaError),
     #[error(transparent)]

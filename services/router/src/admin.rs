@@ -1,8 +1,11 @@
 //! The operator's API on `router.admin`: explains requests, lists the nodes and proxies calls to
-//! them over gRPC, and coordinates weight updates. The console is a web page over this API.
+//! them over gRPC, changes adapters, and coordinates weight updates. The console is a web page over
+//! this API.
 
+mod adapters;
 mod console;
 mod explain;
+mod input;
 mod weights;
 
 use std::{net::IpAddr, sync::Arc};
@@ -49,12 +52,13 @@ pub(crate) fn routes(
         .route("/v1/nodes/{node}/trace", post(trace))
         .fallback(async || {
             let message =
-                "unknown path; expected / (the console), /v1/explain, /v1/nodes, /v1/nodes/{node}/{call} or \
-                 /v1/weights"
+                "unknown path; expected / (the console), /v1/explain, /v1/nodes, /v1/nodes/{node}/{call}, \
+                 /v1/weights, /v1/load_lora_adapter or /v1/unload_lora_adapter"
                     .to_owned();
             ApiError::invalid(StatusCode::NOT_FOUND, "not_found", message)
         })
         .with_state(front.clone())
+        .merge(self::adapters::routes(front.clone()))
         .merge(self::weights::routes(front, weights));
     with_keys(routes, keys)
         .merge(console::routes())
@@ -135,13 +139,18 @@ async fn trace(
 }
 
 fn failed(error: &AdminError) -> ApiError {
-    let (status, code) = match error {
+    let (status, code) = failure(error);
+    ApiError::invalid(status, code, error.to_string())
+}
+
+/// Returns the status and the code of an error.
+fn failure(error: &AdminError) -> (StatusCode, &'static str) {
+    match error {
         AdminError::UnknownNode { .. } => (StatusCode::NOT_FOUND, "unknown_node"),
         AdminError::AmbiguousNode { .. } => (StatusCode::CONFLICT, "ambiguous_node"),
         AdminError::OlderRelease { .. } => (StatusCode::NOT_IMPLEMENTED, "older_release"),
         AdminError::Invalid { .. } => (StatusCode::BAD_REQUEST, "invalid_value"),
         AdminError::Busy { .. } => (StatusCode::CONFLICT, "node_busy"),
         AdminError::Failed { .. } => (StatusCode::BAD_GATEWAY, "node_failed"),
-    };
-    ApiError::invalid(status, code, error.to_string())
+    }
 }

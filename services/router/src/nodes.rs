@@ -34,7 +34,7 @@ use tonic::{Request, Response, Status, Streaming};
 use tracing::Span;
 
 use crate::{lock::lock, request::options::ModelLimits, shared_router::SharedRouter};
-pub(crate) use admin::{AdminCall, AdminError, pause_name};
+pub(crate) use admin::{AdapterChange, AdminCall, AdminError, pause_name};
 pub use channel::NodeCredentials;
 use channel::{Client, NodeChannel};
 pub(crate) use watch::{OwnedTask, Served};

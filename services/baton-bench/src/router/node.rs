@@ -21,11 +21,12 @@ use proto::{
     auth::{CallVerifier, ClusterSecret, PROOF_KEY, TOKEN_KEY},
     ids::Epoch,
     v1::{
-        DecodeEvent, DecodeFinished, DecodeRequest, DecodeTokens, FinishReason, MeetReply,
-        MeetRequest, ModelIdentity, NodeLoad, NodeRecord, NodeSnapshot, ObserveEvent,
-        ObserveRequest, PrefillEvent, PrefillRequest, Reserved, ResetPrefixCacheReply,
-        ResetPrefixCacheRequest, Role, SetDrainingReply, SetDrainingRequest, Token, TraceReply,
-        TraceRequest, decode_event, node_server, observe_event,
+        DecodeEvent, DecodeFinished, DecodeRequest, DecodeTokens, FinishReason, LoadAdapterReply,
+        LoadAdapterRequest, MeetReply, MeetRequest, ModelIdentity, NodeLoad, NodeRecord,
+        NodeSnapshot, ObserveEvent, ObserveRequest, PrefillEvent, PrefillRequest, Reserved,
+        ResetPrefixCacheReply, ResetPrefixCacheRequest, Role, SetDrainingReply, SetDrainingRequest,
+        Token, TraceReply, TraceRequest, UnloadAdapterReply, UnloadAdapterRequest, decode_event,
+        node_server, observe_event,
     },
 };
 use tokio::{
@@ -197,6 +198,20 @@ impl node_server::Node for Service {
         _: Request<ResetPrefixCacheRequest>,
     ) -> Result<Response<ResetPrefixCacheReply>, Status> {
         Err(Status::unimplemented("the stand-in has no prefix cache"))
+    }
+
+    async fn load_adapter(
+        &self,
+        _: Request<LoadAdapterRequest>,
+    ) -> Result<Response<LoadAdapterReply>, Status> {
+        Err(Status::unimplemented("the stand-in has no adapters"))
+    }
+
+    async fn unload_adapter(
+        &self,
+        _: Request<UnloadAdapterRequest>,
+    ) -> Result<Response<UnloadAdapterReply>, Status> {
+        Err(Status::unimplemented("the stand-in has no adapters"))
     }
 
     async fn trace(&self, _: Request<TraceRequest>) -> Result<Response<TraceReply>, Status> {

@@ -19,7 +19,7 @@ use crate::{
     Epoch, Load, NodeAddress, NodeRecord, RecordError,
     backoff::{Jitter, doubled},
     predict::StepCosts,
-    record::{check_load, sixteen_bytes},
+    record::{adapters, check_load, sixteen_bytes},
 };
 
 /// First delay after a failed probe; a process restarts in about this time.
@@ -281,6 +281,11 @@ impl Member {
             record.identity.weight_version = changed.weight_version;
             seen.record = Arc::new(record);
             seen.cached.clear();
+        }
+        if let Some(changed) = delta.adapters {
+            let mut record = NodeRecord::clone(&seen.record);
+            record.adapters = adapters(changed.adapters)?;
+            seen.record = Arc::new(record);
         }
         for hash in &delta.evicted {
             seen.cached.remove(&sixteen_bytes("evicted", hash)?);

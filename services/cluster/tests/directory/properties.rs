@@ -112,6 +112,9 @@ fn garbage() -> impl Strategy<Value = v1::ObserveEvent> {
                 cached: hashes.clone(),
                 evicted: hashes.clone(),
                 tiers: vec![tier_blocks(&hashes)],
+                adapters: hashes.first().map(|hash| v1::AdaptersChanged {
+                    adapters: vec![v1::Adapter { name: "a".into(), content_hash: hash.clone() }],
+                }),
                 arrived: hashes,
                 weights: None,
             })),

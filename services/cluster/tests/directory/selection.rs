@@ -287,6 +287,20 @@ fn an_adapter_is_computed_by_nodes_that_have_its_content() {
 }
 
 #[test]
+fn an_adapter_that_is_loaded_or_unloaded_changes_the_choice_at_once() {
+    let mut world = World::new();
+    world.up(&decode(1), &record(Role::Decode, 1), idle());
+    let with = NodeRequirements { adapter: Some(7), ..requirements(800) };
+    let none = NoNode::NoAdapter { role: Role::Decode };
+    assert_eq!(world.pick(&with).unwrap_err(), none);
+    let sql = Adapter { name: "sql".into(), content_hash: 7 };
+    world.send(&decode(1), adapters_changed(1, &[sql]));
+    assert_eq!(world.pick(&with).unwrap().record.epoch, epoch(1));
+    world.send(&decode(1), adapters_changed(2, &[]));
+    assert_eq!(world.pick(&with).unwrap_err(), none);
+}
+
+#[test]
 fn no_node_error_has_the_reason_of_the_closest_candidate() {
     let mut world = World::new();
     let request = requirements(1500);

@@ -6,9 +6,9 @@ use std::{
 };
 
 use cluster::{
-    Directory, DirectoryAction, DirectoryInput, Epoch, Health, Load, MemberChange, ModelIdentity,
-    NoNode, NodeAddress, NodeChoice, NodeId, NodeKey, NodeRecord, NodeRequirements, Picked,
-    RequiredCapacity, Role, Selection, StreamId,
+    Adapter, Directory, DirectoryAction, DirectoryInput, Epoch, Health, Load, MemberChange,
+    ModelIdentity, NoNode, NodeAddress, NodeChoice, NodeId, NodeKey, NodeRecord, NodeRequirements,
+    Picked, RequiredCapacity, Role, Selection, StreamId,
 };
 use config::{Disaggregate, NodePolicy, Roles};
 use proto::{ids::TransferId, v1};
@@ -224,6 +224,12 @@ pub(crate) fn delta(
     };
     let (cached, evicted) = (bytes(cached), bytes(evicted));
     let delta = v1::NodeDelta { load, cached, evicted, ..Default::default() };
+    v1::ObserveEvent { sequence, event: Some(v1::observe_event::Event::Delta(delta)) }
+}
+
+pub(crate) fn adapters_changed(sequence: u64, adapters: &[Adapter]) -> v1::ObserveEvent {
+    let changed = v1::AdaptersChanged { adapters: adapters.iter().map(Into::into).collect() };
+    let delta = v1::NodeDelta { adapters: Some(changed), ..Default::default() };
     v1::ObserveEvent { sequence, event: Some(v1::observe_event::Event::Delta(delta)) }
 }
 

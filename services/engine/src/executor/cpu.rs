@@ -133,15 +133,12 @@ struct CpuAdapters {
 }
 
 impl AdapterSlots for CpuAdapters {
-    fn load(&self, slot: u32, folder: &Path, rank_max: u32) -> Result<u128, ModelError> {
-        let adapter = Adapter::open(folder, &self.config, self.shard, rank_max as usize)?;
-        let content_hash = adapter.content_hash();
-        self.table.set(slot as usize, Some(adapter));
-        Ok(content_hash)
+    fn open(&self, folder: &Path, rank_max: u32) -> Result<Adapter, ModelError> {
+        Adapter::open(folder, &self.config, self.shard, rank_max as usize)
     }
 
-    fn unload(&self, slot: u32) {
-        self.table.set(slot as usize, None);
+    fn set(&self, slot: u32, adapter: Option<Adapter>) {
+        self.table.set(slot as usize, adapter);
     }
 }
 

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use cluster::{
-    NodeRecord,
+    Adapter, NodeRecord,
     predict::{StepFit, StepLimits, Work},
 };
 use engine::{
@@ -148,6 +148,13 @@ impl LoadObservers {
         self.publish(now, steps, outputs);
     }
 
+    /// Sends the adapters at once. Later snapshots have them.
+    pub(super) fn change_adapters(&mut self, adapters: &[Adapter], outputs: &mut Outputs) {
+        self.record.adapters = adapters.iter().map(Into::into).collect();
+        let changed = v1::AdaptersChanged { adapters: self.record.adapters.clone() };
+        self.send(&v1::NodeDelta { adapters: Some(changed), ..Default::default() }, outputs);
+    }
+
     /// Returns whether the node has valid weights.
     fn has_weights(&self) -> bool {
         self.record.identity.as_ref().is_none_or(|identity| identity.weight_version != 0)
@@ -269,8 +276,7 @@ impl LoadObservers {
                 cached: wire_hashes(chunk(&cached, index)),
                 evicted: wire_hashes(chunk(&evicted, index)),
                 arrived: if index == 0 { wire_ids(&arrived) } else { Vec::new() },
-                weights: None,
-                tiers: Vec::new(),
+                ..Default::default()
             };
             self.send(&delta, outputs);
         }

@@ -4,11 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use axum::{
     Json, Router,
-    body::Bytes,
-    extract::{
-        DefaultBodyLimit, FromRequest, Query, Request, State,
-        rejection::{BytesRejection, QueryRejection},
-    },
+    extract::{DefaultBodyLimit, Query, Request, State, rejection::QueryRejection},
     response::{IntoResponse, Response},
     routing::{get, post},
 };
@@ -17,14 +13,13 @@ use proto::v1::InFlight;
 use serde::Deserialize;
 use weight_transfer::{UpdateId, trainer_address};
 
+use super::input::{BODY_BYTES_MAX, checked_model, invalid, read_body, shown};
 use crate::{
     front::Front,
     http::{ApiError, PathParameter},
     weights::{NewUpdate, UpdateError, UpdateTransport, WeightUpdates, WeightsReport},
 };
 
-/// Maximum bytes of the body of `POST /v1/weights/begin`.
-const BODY_BYTES_MAX: usize = 2 << 20;
 const LABEL_BYTES_MAX: usize = 128;
 const TIMEOUT_MAX_S: f64 = 3600.0;
 const TIMEOUT_DEFAULT_S: f64 = 300.0;
@@ -139,17 +134,8 @@ async fn status(
 }
 
 async fn begin(State(updates): State<UpdatesApi>, request: Request) -> Response {
-    // The port has few connections, and sets no deadline for bodies.
-    let read_max = updates.front.settings.request_read_max;
-    let body = match tokio::time::timeout(read_max, Bytes::from_request(request, &())).await {
-        Ok(Ok(body)) => body,
-        Ok(Err(error)) => return unread_body(&error).into_response(),
-        Err(_) => {
-            let late = format!("the body did not arrive within {} s", read_max.as_secs());
-            return ApiError::body_timeout(&late).into_response();
-        }
-    };
-    match checked(&updates.front, &body) {
+    let checked = read_body(&updates.front, request).await;
+    match checked.and_then(|body| checked_update(&updates.front, &body)) {
         Ok(update) => reply(updates.weights.begin(update).await),
         Err(error) => error.into_response(),
     }
@@ -194,7 +180,7 @@ async fn abort(State(updates): State<UpdatesApi>, PathParameter(id): PathParamet
     }
 }
 
-fn checked(front: &Front, body: &[u8]) -> Result<NewUpdate, ApiError> {
+fn checked_update(front: &Front, body: &[u8]) -> Result<NewUpdate, ApiError> {
     let BeginBody { path, label, model, timeout_s, commit, transport, node, in_flight } =
         serde_json::from_slice(body).map_err(|error| {
             let message = format!("cannot begin an update: {error}");
@@ -239,10 +225,6 @@ impl From<InFlightName> for InFlight {
     }
 }
 
-fn shown(text: &str) -> String {
-    text.chars().take(200).collect()
-}
-
 fn checked_timeout(timeout_s: f64) -> Result<Duration, ApiError> {
     match (1.0..=TIMEOUT_MAX_S).contains(&timeout_s) {
         true => Ok(Duration::from_secs_f64(timeout_s)),
@@ -250,30 +232,9 @@ fn checked_timeout(timeout_s: f64) -> Result<Duration, ApiError> {
     }
 }
 
-/// Returns the model with this name, or the default model.
-fn checked_model(front: &Front, name: Option<String>) -> Result<Arc<str>, ApiError> {
-    let Some(name) = name else { return Ok(front.models.all()[0].name.clone()) };
-    let names = front.models.model_names();
-    names.get(name.as_str()).cloned().ok_or_else(|| {
-        let known: Vec<&str> = names.keys().map(AsRef::as_ref).collect();
-        let expected = format!("one of: {}", known.join(", "));
-        invalid("model", format!("{:?}", shown(&name)), &expected)
-    })
-}
-
 fn invalid_query(error: &QueryRejection) -> ApiError {
     let message = format!("invalid query: {}", error.body_text());
     ApiError::invalid(StatusCode::BAD_REQUEST, "invalid_value", message)
-}
-
-fn unread_body(error: &BytesRejection) -> ApiError {
-    match error.status() {
-        StatusCode::PAYLOAD_TOO_LARGE => ApiError::body_too_large(BODY_BYTES_MAX as u64),
-        status => {
-            let message = format!("cannot read the body: {}", error.body_text());
-            ApiError::invalid(status, "body_broken", message)
-        }
-    }
 }
 
 fn update_id(text: &str) -> Result<UpdateId, ApiError> {
@@ -282,11 +243,6 @@ fn update_id(text: &str) -> Result<UpdateId, ApiError> {
     let shown: String = text.chars().take(100).collect();
     let expected = "the 32 hexadecimal digits that begin returned";
     id.map(UpdateId).ok_or_else(|| invalid("id", format!("{shown:?}"), expected))
-}
-
-fn invalid(field: &str, value: String, expected: &str) -> ApiError {
-    let message = format!("invalid {field}: {value}; expected {expected}");
-    ApiError::invalid(StatusCode::BAD_REQUEST, "invalid_value", message)
 }
 
 fn reply(outcome: Result<WeightsReport, UpdateError>) -> Response {

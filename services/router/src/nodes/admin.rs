@@ -3,8 +3,11 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use cluster::{BreakerReason, Directory, Epoch, Member, Role};
-use proto::v1::{PauseState, ResetPrefixCacheRequest, SetDrainingRequest, TraceRequest};
+use cluster::{BreakerReason, Directory, Epoch, Health, Member, NodeRecord, Role};
+use proto::v1::{
+    LoadAdapterRequest, PauseState, ResetPrefixCacheRequest, SetDrainingRequest, TraceRequest,
+    UnloadAdapterRequest,
+};
 use serde::Serialize;
 use tonic::{Code, Request, Status};
 
@@ -14,6 +17,11 @@ use super::{Nodes, channel::Client};
 const CALL_MAX: Duration = Duration::from_secs(10);
 /// Maximum number of links in a list: 1,000 nodes have 250,000 pairs.
 const LINKS_MAX: usize = 200;
+/// Deadline of loading or unloading an adapter. A node reads the files of an adapter of a large
+/// model within seconds, and waits for the running step.
+const ADAPTER_MAX: Duration = Duration::from_secs(60);
+/// Interval of looking whether a node has announced its adapters.
+const ANNOUNCED_EVERY: Duration = Duration::from_millis(5);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AdminCall {
@@ -93,6 +101,42 @@ struct NodeSummary {
     blocks: u32,
     blocks_free: u32,
     blocks_cached: u32,
+}
+
+/// A change of the adapters of every node of a model.
+#[derive(Clone, Debug)]
+pub(crate) enum AdapterChange {
+    /// Load the adapter in this folder of every node.
+    Load {
+        path: String,
+    },
+    Unload,
+}
+
+impl AdapterChange {
+    pub(crate) fn verb(&self) -> &'static str {
+        match self {
+            Self::Load { .. } => "load",
+            Self::Unload => "unload",
+        }
+    }
+}
+
+/// A node whose adapters are changed.
+#[derive(Clone, Debug)]
+pub(crate) struct AdapterTarget {
+    node: String,
+    url: String,
+}
+
+/// The outcome of a change of the adapters of one node.
+#[derive(Debug, Serialize)]
+pub(crate) struct AdapterOutcome {
+    node: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    content_hash: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    attempts_in_flight: Option<u32>,
 }
 
 /// The outcome of a call.
@@ -198,6 +242,90 @@ impl Nodes {
         .await
     }
 
+    /// Returns the nodes of a model that a change concerns: all that are up, or those that have the
+    /// adapter.
+    pub(crate) fn adapter_targets(
+        &self,
+        model: &str,
+        adapter: &str,
+        change: &AdapterChange,
+    ) -> Vec<AdapterTarget> {
+        self.directory(|directory| {
+            let up = directory.nodes().filter(|member| member.health == Health::Up);
+            let targets = up.filter_map(|member| {
+                let record = member.record().filter(|record| record.model == model)?;
+                let is_target = match change {
+                    AdapterChange::Load { .. } => true,
+                    AdapterChange::Unload => has_adapter(record, adapter),
+                };
+                let (node, url) = (record.node_id.to_string(), member.address.grpc.clone());
+                is_target.then_some(AdapterTarget { node, url })
+            });
+            targets.collect()
+        })
+    }
+
+    /// Loads or unloads an adapter on these nodes at once. Returns the outcomes, and the nodes that
+    /// failed with the reason.
+    pub(crate) async fn change_adapters(
+        &self,
+        targets: &[AdapterTarget],
+        adapter: &str,
+        change: &AdapterChange,
+    ) -> (Vec<AdapterOutcome>, Vec<(String, AdminError)>) {
+        let calls = targets.iter().map(async |target| {
+            let changed = self.change_adapter(target, adapter, change).await;
+            changed.map_err(|error| (target.node.clone(), error))
+        });
+        let (mut outcomes, mut errors) = (Vec::new(), Vec::new());
+        for changed in futures_util::future::join_all(calls).await {
+            match changed {
+                Ok(outcome) => outcomes.push(outcome),
+                Err(error) => errors.push(error),
+            }
+        }
+        (outcomes, errors)
+    }
+
+    async fn change_adapter(
+        &self,
+        target: &AdapterTarget,
+        adapter: &str,
+        change: &AdapterChange,
+    ) -> Result<AdapterOutcome, AdminError> {
+        let (node, name) = (target.node.clone(), adapter.to_owned());
+        let outcome = AdapterOutcome { node, content_hash: None, attempts_in_flight: None };
+        self.call(&target.url, ADAPTER_MAX, async |mut client, node_epoch| {
+            let outcome = match change {
+                AdapterChange::Load { path } => {
+                    let request = LoadAdapterRequest { node_epoch, name, path: path.clone() };
+                    let reply = client.load_adapter(Request::new(request)).await?.into_inner();
+                    let hash = reply.content_hash.iter().map(|byte| format!("{byte:02x}"));
+                    AdapterOutcome { content_hash: Some(hash.collect()), ..outcome }
+                }
+                AdapterChange::Unload => {
+                    let request = UnloadAdapterRequest { node_epoch, name };
+                    let reply = client.unload_adapter(Request::new(request)).await?.into_inner();
+                    AdapterOutcome { attempts_in_flight: Some(reply.attempts), ..outcome }
+                }
+            };
+            // The operator's next request finds the change in effect.
+            while self.announces(target, adapter) == matches!(change, AdapterChange::Unload) {
+                tokio::time::sleep(ANNOUNCED_EVERY).await;
+            }
+            Ok(outcome)
+        })
+        .await
+    }
+
+    /// Returns whether the last record of the node has the adapter.
+    fn announces(&self, target: &AdapterTarget, adapter: &str) -> bool {
+        self.directory(|directory| {
+            let mut at_url = directory.nodes().filter(|member| member.address.grpc == target.url);
+            at_url.any(|member| member.record().is_some_and(|it| has_adapter(it, adapter)))
+        })
+    }
+
     /// Returns a trace of the node with this id or URL over the next seconds, as JSON.
     pub(crate) async fn trace(&self, node: &str, seconds: u32) -> Result<Bytes, AdminError> {
         let within = CALL_MAX + Duration::from_secs(seconds.into());
@@ -228,6 +356,10 @@ impl Nodes {
     fn find(&self, node: &str) -> Result<(String, Epoch), AdminError> {
         self.directory(|directory| find(directory, node))
     }
+}
+
+fn has_adapter(record: &NodeRecord, name: &str) -> bool {
+    record.adapters.iter().any(|adapter| adapter.name == name)
 }
 
 /// Returns URL and epoch of the only node with this id or URL. Nodes of different hosts may have

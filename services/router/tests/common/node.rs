@@ -19,11 +19,12 @@ use proto::{
     ids::Epoch,
     v1::{
         Adapter, Attempt, DecodeEvent, DecodeFinished, DecodeRequest, DecodeTokens, Delivered,
-        Failure, FailureKind, FinishReason, MeetReply, MeetRequest, ModelIdentity, NodeDelta,
-        NodeLoad, NodeRecord, NodeSnapshot, ObserveEvent, ObserveRequest, Pooling, PrefillEvent,
-        PrefillRequest, PrefillToken, PromptLogprobs, Reserved, ResetPrefixCacheReply,
-        ResetPrefixCacheRequest, Role, SetDrainingReply, SetDrainingRequest, Token, TokenLogprobs,
-        TopLogprob, TraceReply, TraceRequest, decode_event, node_server, observe_event,
+        Failure, FailureKind, FinishReason, LoadAdapterReply, LoadAdapterRequest, MeetReply,
+        MeetRequest, ModelIdentity, NodeDelta, NodeLoad, NodeRecord, NodeSnapshot, ObserveEvent,
+        ObserveRequest, Pooling, PrefillEvent, PrefillRequest, PrefillToken, PromptLogprobs,
+        Reserved, ResetPrefixCacheReply, ResetPrefixCacheRequest, Role, SetDrainingReply,
+        SetDrainingRequest, Token, TokenLogprobs, TopLogprob, TraceReply, TraceRequest,
+        UnloadAdapterReply, UnloadAdapterRequest, decode_event, node_server, observe_event,
         prefill_event,
     },
 };
@@ -414,6 +415,20 @@ impl node_server::Node for Service {
         &self,
         _: Request<ResetPrefixCacheRequest>,
     ) -> Result<Response<ResetPrefixCacheReply>, Status> {
+        Err(Status::unimplemented("scripted: a node of an older release"))
+    }
+
+    async fn load_adapter(
+        &self,
+        _: Request<LoadAdapterRequest>,
+    ) -> Result<Response<LoadAdapterReply>, Status> {
+        Err(Status::unimplemented("scripted: a node of an older release"))
+    }
+
+    async fn unload_adapter(
+        &self,
+        _: Request<UnloadAdapterRequest>,
+    ) -> Result<Response<UnloadAdapterReply>, Status> {
         Err(Status::unimplemented("scripted: a node of an older release"))
     }
 
