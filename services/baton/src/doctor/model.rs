@@ -9,7 +9,7 @@ use kernels::{
     Shard, WeightFormat,
     cpu::{CpuBackend, CpuOptions, Isa},
 };
-use model::{Checkpoint, LoadFormat, MatrixFormat, ModelConfig, ModelError};
+use model::{Adapter, Checkpoint, LoadFormat, MatrixFormat, ModelConfig, ModelError};
 use serde::Serialize;
 
 /// A model whose files or configuration could be opened.
@@ -32,6 +32,8 @@ pub(super) struct ModelReport {
     /// Kernels of the forward pass; `None`: the model is refused.
     computed_by: Option<String>,
     refused: Option<String>,
+    /// Memory of LoRA adapters, or the reason why nodes refuse them.
+    adapters: String,
 }
 
 impl OpenedModel {
@@ -73,6 +75,7 @@ impl OpenedModel {
             None => on_cpu(&config, weights, &formats),
         };
         ModelReport {
+            adapters: adapters(&config, gpu_compute.is_some()),
             family: config.family.name(),
             parameters: config.parameter_count(),
             ranks: config.rank_counts(false).collect(),
@@ -86,6 +89,17 @@ impl OpenedModel {
 impl ModelReport {
     pub(super) fn refused(&self) -> Option<&str> {
         self.refused.as_deref()
+    }
+}
+
+/// Returns the memory of LoRA adapters of the model, or the reason why nodes refuse them.
+fn adapters(config: &ModelConfig, is_gpu: bool) -> String {
+    if is_gpu {
+        return "none: GPUs refuse LoRA adapters".to_owned();
+    }
+    match Adapter::bytes_of_rank(config, 16) {
+        Some(bytes) => format!("LoRA, {} MiB for all matrices in rank 16", bytes.div_ceil(1 << 20)),
+        None => "none: a model with experts has no LoRA adapters".to_owned(),
     }
 }
 
@@ -134,16 +148,16 @@ fn converted(weights: WeightFormat, formats: &[MatrixFormat]) -> String {
 
 impl fmt::Display for ModelReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { family, parameters, ranks, formats, computed_by, refused: _ } = self;
+        let Self { family, parameters, ranks, formats, computed_by, refused: _, adapters } = self;
         let ranks: Vec<String> = ranks.iter().map(usize::to_string).collect();
         let ranks = ranks.join(", ");
         writeln!(f, "model      {family}, {parameters} parameters, node.tp may be {ranks}")?;
         for MatrixFormat { name, matrices } in formats {
             writeln!(f, "matrices   {matrices} in {name}")?;
         }
-        match computed_by {
-            Some(computed_by) => writeln!(f, "computes   {computed_by}"),
-            None => Ok(()),
+        if let Some(computed_by) = computed_by {
+            writeln!(f, "computes   {computed_by}")?;
         }
+        writeln!(f, "adapters   {adapters}")
     }
 }
