@@ -6,7 +6,7 @@
 //! | `BATON_TEST_KERNELS` | path of the kernel library |
 //! | `BATON_TEST_NCCL` | path of the NCCL library; default: the loader's search path |
 //! | `BATON_TEST_MODEL`, `BATON_TEST_GOLDEN` | SmolLM2 as GGUF and its golden tokens |
-//! | `BATON_TEST_CONFIG` | `config.json` of a model whose steps with draft tokens are timed |
+//! | `BATON_TEST_CONFIG` | `config.json` of a model whose steps are timed |
 //! | `BATON_TEST_REFERENCE` | the folder that `gpu/transformers_reference.py` wrote on this GPU |
 //! | `BATON_TEST_BINARIES` | the folder of `baton` and the services, for cluster tests |
 //! | `BATON_TEST_CLUSTERS` | `cpu`: run fewer cluster tests, on CPUs |
@@ -51,6 +51,7 @@ mod gpu {
     pub(crate) mod speculation;
     pub(crate) mod start;
     pub(crate) mod tp;
+    pub(crate) mod values;
     pub(crate) mod weights;
 }
 
@@ -95,6 +96,8 @@ fn main() -> ExitCode {
             gpu::offload::blocks_return_from_host_memory_for_any_layout_and_rank_count,
             gpu::offload::offload_bandwidth_is_reported,
             gpu::executor::request_mixes_match_cpu_tokens_with_one_and_two_steps_in_flight,
+            gpu::executor::rules_and_prompt_logprobs_match_cpu_with_steps_in_flight,
+            gpu::executor::pooled_values_match_cpu_among_other_rows,
             gpu::executor::wait_for_token_bitmasks_is_no_busy_time,
             gpu::executor::step_synchronises_with_the_gpu_once,
             gpu::executor::step_records_contain_gpu_start_and_end,
@@ -160,6 +163,7 @@ fn main() -> ExitCode {
             gpu::tp::four_ranks_generate_the_tokens_of_one,
             gpu::tp::killed_rank_ends_its_group_and_the_next_group_serves,
             gpu::tp::kv_moves_between_any_two_rank_counts,
+            gpu::values::cost_of_prompt_logprobs_pooling_and_rules_is_reported,
             gpu::weights::updated_weights_under_captured_graphs_match_a_new_executor,
             gpu::weights::updated_weights_of_two_ranks_match_a_new_group,
         ],

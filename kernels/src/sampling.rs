@@ -9,6 +9,13 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
 /// Maximum number of a sequence's [`Sampling::stop_token_ids`].
 pub const STOP_TOKENS_MAX: usize = 1024;
+/// Maximum number of tokens in a sequence's [`Sampling::logit_bias`].
+pub const LOGIT_BIASES_MAX: usize = 1024;
+/// Maximum number of [`Sampling::allowed_token_ids`] of a sequence, and of the tokens in all of its
+/// [`Sampling::bad_words`].
+pub const LISTED_TOKENS_MAX: usize = 1 << 14;
+/// Maximum number of tokens of [`Pooling::Logits`].
+pub const POOLED_LOGITS_MAX: usize = 16;
 /// Maximum absolute value in [`Sampling::logit_bias`], as in OpenAI's API.
 pub const LOGIT_BIAS_MAX: f32 = 100.0;
 

@@ -209,6 +209,7 @@ fn check_drafts(
     let (mut cuda, mut on_gpu) = gpu.backend(dtype, kind, |backend| make(backend, shape, rows));
     let (kv, remote) = gpu.kv(layout, BLOCKS);
     let limits = BatchLimits {
+        hidden: 0,
         slots: parts.len() as u32,
         sequence_tokens: 4096,
         rows: rows as u32,
@@ -391,6 +392,7 @@ pub(crate) fn oversized_step_is_rejected_before_any_launch() {
     let (cuda, ()) = gpu.backend(Dtype::F32, AttentionKind::Plain, |_| ());
     let (kv, _) = gpu.kv(layout, 8);
     let limits = BatchLimits {
+        hidden: 0,
         slots: 2,
         sequence_tokens: 64,
         rows: 16,

@@ -12,7 +12,7 @@ use engine::{
     constraint::{Constraint, ConstraintFailure, Matcher},
     event::{Action, FinishReason, Input, NewSequence, SequenceId, SequenceKind},
     executor::{
-        Executor, ExecutorLimits, StepTimes,
+        Executor, ExecutorLimits, Speculation, StepTimes,
         cpu::CpuExecutor,
         cuda::{CudaExecutor, CudaModel},
     },
@@ -21,7 +21,7 @@ use engine::{
 use kernels::{
     BlockId, KvArena, WeightFormat,
     cuda::{AttentionKind, CudaBackend, CudaOptions},
-    sampling::{SampledToken, Sampling, TokenMask},
+    sampling::{Pooling, SampledToken, Sampling, TokenLogprobs, TokenMask},
 };
 use model::Checkpoint;
 
@@ -109,6 +109,7 @@ const CLOCK: Duration = Duration::from_micros(20);
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Outcome {
     pub tokens: Vec<SampledToken>,
+    pub prompt_logprobs: Vec<TokenLogprobs>,
     pub finish: Option<FinishReason>,
     pub is_failed: bool,
 }
@@ -148,8 +149,9 @@ pub(crate) fn run_arriving<E: Executor>(
         let mut aborted = Vec::new();
         for action in actions.drain(..) {
             match action {
-                Action::Tokens { id, tokens, .. } => {
+                Action::Tokens { id, tokens, prompt_logprobs, .. } => {
                     let outcome = outcomes.get_mut(&id).unwrap();
+                    outcome.prompt_logprobs.extend(prompt_logprobs.into_iter().flatten());
                     outcome.tokens.extend(tokens);
                     if aborts.get(&id).is_some_and(|after| outcome.tokens.len() >= *after) {
                         aborted.push(id);
@@ -261,6 +263,123 @@ pub(crate) fn constrained_mix(round: u128, count: u128) -> Vec<NewSequence> {
         new.constraint = Some(Constraint::new(Box::new(grammar)).unwrap());
     }
     mix
+}
+
+/// Returns the mix with biases, bad words, listed tokens and log-probabilities of prompts.
+fn ruled_mix(round: u128, count: u128) -> Vec<NewSequence> {
+    let mut mix = constrained_mix(round, count);
+    for new in &mut mix {
+        let sampling = &mut new.sampling;
+        let id = new.id.0 as u32;
+        sampling.prompt_logprobs = id.is_multiple_of(2).then_some(id % 5);
+        sampling.logprobs = id.is_multiple_of(7).then_some(2);
+        // A grammar may allow two tokens only.
+        match new.constraint {
+            Some(_) => sampling.logit_bias = (0..40).map(|i| (i * 25, 0.2 * i as f32)).collect(),
+            None if id.is_multiple_of(4) => {
+                sampling.allowed_token_ids = (0..1003).filter(|token| token % 3 != 1).collect();
+            }
+            None => {
+                let pairs = (0..900).map(|token| vec![token, token * 7 % 1003]);
+                sampling.bad_words = pairs.chain((0..90).map(|token| vec![token * 11])).collect();
+            }
+        }
+    }
+    mix
+}
+
+/// Rows with rules and rows whose prompt tokens are scored share steps with other rows, chunks of
+/// prompts and draft tokens.
+pub(crate) fn rules_and_prompt_logprobs_match_cpu_with_steps_in_flight() {
+    let gpu = gpu();
+    let checkpoint = checkpoint("Qwen3ForCausalLM", "qwen3");
+    let mut reference = on_cpu(&checkpoint, config(&checkpoint, 8, 200, 1));
+    let speculation =
+        Speculation { row_drafts: 4, step_tokens: 32, ngram_min: 1, ngram_max: 3, uniform: true };
+    let mut engines: Vec<_> = [(1, 200, None), (2, 40, None), (2, 200, Some(speculation))]
+        .map(|(depth, blocks, speculation)| {
+            let mut config = config(&checkpoint, 8, blocks, depth);
+            config.limits.speculation = speculation;
+            let options = CudaOptions {
+                attention: AttentionKind::Plain,
+                ..CudaOptions::new(WeightFormat::F32)
+            };
+            let (engine, arena) = on_gpu(&gpu, &checkpoint, options, config, |_| ());
+            (engine.with_mask_threads(2).unwrap(), arena, format!("depth {depth}, {blocks} blocks"))
+        })
+        .into();
+    for round in 0..if short() { 1 } else { 6 } {
+        let wanted = run(&mut reference, ruled_mix(round, 14), &HashMap::new());
+        let scored: usize = wanted.values().map(|outcome| outcome.prompt_logprobs.len()).sum();
+        assert!(scored > 100, "{scored} prompt tokens are scored");
+        for (engine, _, name) in &mut engines {
+            let found = run(engine, ruled_mix(round, 14), &HashMap::new());
+            for (id, found) in &found {
+                let (what, wanted) =
+                    (format!("round {round}, sequence {}, {name}", id.0), &wanted[id]);
+                assert_eq!(found.ids(), wanted.ids(), "{what}");
+                assert_eq!(found.finish, wanted.finish, "{what}");
+                let (found, wanted) = (&found.prompt_logprobs, &wanted.prompt_logprobs);
+                assert_eq!(found.len(), wanted.len(), "{what}");
+                for (found, wanted) in found.iter().zip(wanted) {
+                    assert!(
+                        (found.chosen - wanted.chosen).abs() < 1e-3,
+                        "{what}: {found:?} {wanted:?}"
+                    );
+                    assert_eq!(found.top.len(), wanted.top.len(), "{what}");
+                    let difference = found.rank.unwrap().abs_diff(wanted.rank.unwrap());
+                    assert!(difference <= 1, "{what}: {found:?} {wanted:?}");
+                }
+            }
+        }
+    }
+}
+
+/// Pooled values of prompts of any length, among sequences that generate, are those of the CPU.
+pub(crate) fn pooled_values_match_cpu_among_other_rows() {
+    let gpu = gpu();
+    for (architecture, name) in [("Qwen3ForCausalLM", "qwen3"), ("LlamaForCausalLM", "llama")] {
+        let checkpoint = checkpoint(architecture, name);
+        let pooled_mix = |round| {
+            let mut mix = mix(round, 14);
+            for new in mix.iter_mut().filter(|new| new.id.0 % 3 > 0) {
+                let id = new.id.0 as u32;
+                new.max_tokens = 1;
+                new.sampling.pooling = Some(match id % 3 {
+                    1 => Pooling::Hidden,
+                    _ => Pooling::Logits(
+                        (0..1 + id % 16).map(|i| (id * 7 + i * 63) % 1003).collect(),
+                    ),
+                });
+            }
+            mix
+        };
+        let mut reference = on_cpu(&checkpoint, config(&checkpoint, 8, 200, 1));
+        for (weights, tolerance) in [(WeightFormat::F32, 1e-3), (WeightFormat::Bf16, 0.1)] {
+            let config = config(&checkpoint, 8, 200, 2);
+            let options = CudaOptions::new(weights);
+            let (mut engine, _) = on_gpu(&gpu, &checkpoint, options, config, |_| ());
+            for round in 0..if short() { 1 } else { 4 } {
+                let wanted = run(&mut reference, pooled_mix(round), &HashMap::new());
+                let found = run(&mut engine, pooled_mix(round), &HashMap::new());
+                for (id, found) in &found {
+                    let what = format!("{name}, {weights}, round {round}, sequence {}", id.0);
+                    let pooled = |outcome: &Outcome| outcome.tokens[0].pooled.clone();
+                    let (found, wanted) = (pooled(found), pooled(&wanted[id]));
+                    assert_eq!(found.is_some(), id.0 % 3 > 0, "{what}");
+                    let (found, wanted) = (found.unwrap_or_default(), wanted.unwrap_or_default());
+                    assert_eq!(found.len(), wanted.len(), "{what}");
+                    for (found, wanted) in found.iter().zip(&wanted) {
+                        let scale = wanted.abs().max(1.0);
+                        assert!(
+                            (found - wanted).abs() < tolerance * scale,
+                            "{what}: {found} {wanted}"
+                        );
+                    }
+                }
+            }
+        }
+    }
 }
 
 /// The GPU does not work while a step waits for its token bitmasks.

@@ -108,6 +108,7 @@ pub(crate) fn by_gpu(
     let mut graph = None;
     let (kv, _) = gpu.kv(checkpoint.config().kv_layout(weights.kv_dtype()), 48);
     let limits = BatchLimits {
+        hidden: 0,
         slots: 4,
         sequence_tokens: 256,
         rows: ROWS as u32,

@@ -69,6 +69,7 @@ fn logits(
     let layout = checkpoint.config().kv_layout(options.weights.kv_dtype());
     let (kv, _) = gpu.kv(layout, PROMPTS as u32 * BLOCKS);
     let limits = BatchLimits {
+        hidden: 0,
         slots: 4,
         sequence_tokens: 256,
         rows: rows as u32,

@@ -27,7 +27,16 @@ struct Row {
     sampling: Sampling,
     tokens: Vec<u32>,
     prompt_len: usize,
+    /// Position of the row whose logits are sampled.
+    position: usize,
     mask: Option<TokenMask>,
+}
+
+impl Row {
+    /// Returns the prompt token that follows the row.
+    fn given(&self) -> Option<u32> {
+        (self.position + 1 < self.prompt_len).then(|| self.tokens[self.position + 1])
+    }
 }
 
 struct Sampler {
@@ -36,9 +45,9 @@ struct Sampler {
     batch: DeviceBatch,
 }
 
-const SLOTS: u32 = 40;
+const SLOTS: u32 = 46;
 /// More rows than the sampling kernel has CTAs that exchange data with other ranks.
-const MANY_ROWS: u32 = 4 * 34;
+const MANY_ROWS: u32 = 4 * SLOTS;
 
 /// Returns a sampler over the whole vocabulary, or over a rank's vocabulary shard if there is a
 /// `group`.
@@ -61,6 +70,7 @@ fn sampler(
     cuda.finish_loading().unwrap();
     let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, dtype: Dtype::F32 };
     let limits = BatchLimits {
+        hidden: 0,
         slots: rows,
         sequence_tokens: 256,
         rows,
@@ -92,13 +102,13 @@ impl Sampler {
                 slot,
                 tokens: &row.tokens,
                 prompt_len: row.prompt_len as u32,
-                position: row.tokens.len() as u32 - 1,
+                position: row.position as u32,
                 blocks: &blocks,
                 sampling: &row.sampling,
             })
             .collect();
         let sequence = |(slot, row): (u32, &Row)| {
-            let position = row.tokens.len() as u32 - 1;
+            let position = row.position as u32;
             StepRows { slot, position, rows: 1, samples: 1 }
         };
         let sequences: Vec<_> = (0..).zip(rows).map(sequence).collect();
@@ -120,7 +130,8 @@ impl Sampler {
     }
 
     fn end(&mut self, rows: &[Row], mut clock: DeviceClock) -> Vec<SampleOutcome> {
-        let wants = rows.iter().map(|row| row.sampling.logprobs.is_some()).collect();
+        let wants = |row: &Row| row.sampling.logprobs.is_some() || row.given().is_some();
+        let wants = rows.iter().map(wants).collect();
         let frame = self.batch.end(&self.cuda, 3, wants).unwrap();
         let finished = frame.finish(&mut clock).unwrap();
         self.batch.recycle(finished.output);
@@ -142,7 +153,7 @@ fn wanted(row: &Row, logits: &[f32]) -> Result<SampledToken, SampleError> {
         tokens: &row.tokens,
         prompt_len: row.prompt_len,
         allowed: row.mask.as_ref(),
-        given: None,
+        given: row.given(),
     };
     sample(logits, &row)
 }
@@ -162,6 +173,7 @@ fn check(sampler: &mut Sampler, rows: &[Row], logits: &[f32]) {
                 };
                 let near = |a: f32, b: f32| (a - b).abs() < 1e-4;
                 assert!(near(found.chosen, wanted.chosen), "row {index}: {found:?} {wanted:?}");
+                assert_eq!(found.rank, wanted.rank, "row {index}: {sampling:?}");
                 assert_eq!(found.top.len(), wanted.top.len(), "row {index}");
                 for (found, wanted) in found.top.iter().zip(&wanted.top) {
                     assert_eq!(found.0, wanted.0, "row {index}");
@@ -183,6 +195,15 @@ fn check(sampler: &mut Sampler, rows: &[Row], logits: &[f32]) {
 /// Returns a row for every sampling setting, with distinct seeds and histories.
 fn rows(vocabulary: u32, round: u64) -> Vec<Row> {
     let random = Sampling { temperature: 1.0, ..Sampling::greedy() };
+    let biases = |count: u32| -> Vec<(u32, f32)> {
+        let bias = |i: u32| (i * 97 % vocabulary, (i % 200) as f32 - 100.0);
+        (0..count.min(vocabulary))
+            .map(bias)
+            .collect::<std::collections::BTreeMap<_, _>>()
+            .into_iter()
+            .collect()
+    };
+    let listed: Vec<u32> = (0..vocabulary).filter(|token| token % 11 < 4).take(16_384).collect();
     let settings = [
         Sampling::greedy(),
         random.clone(),
@@ -200,7 +221,20 @@ fn rows(vocabulary: u32, round: u64) -> Vec<Row> {
         Sampling { logprobs: Some(0), ..random.clone() },
         Sampling { logprobs: Some(20), top_p: 0.7, ..random.clone() },
         Sampling { logprobs: Some(3), ..Sampling::greedy() },
-        Sampling { min_tokens: 200, stop_token_ids: vec![1, 2, 3], ..random },
+        Sampling { min_tokens: 200, stop_token_ids: vec![1, 2, 3], ..random.clone() },
+        Sampling { logit_bias: biases(1024), ..Sampling::greedy() },
+        Sampling { allowed_token_ids: listed.clone(), top_p: 0.9, ..random.clone() },
+        Sampling { bad_words: vec![vec![0]], ..Sampling::greedy() },
+        Sampling {
+            logit_bias: biases(5),
+            allowed_token_ids: listed,
+            bad_words: vec![vec![0]],
+            repetition_penalty: 1.2,
+            logprobs: Some(2),
+            ..random.clone()
+        },
+        Sampling { prompt_logprobs: Some(0), ..random.clone() },
+        Sampling { prompt_logprobs: Some(7), logit_bias: biases(5), min_tokens: 9, ..random },
     ];
     let mut rows = Vec::new();
     for (index, sampling) in settings.into_iter().enumerate() {
@@ -215,8 +249,22 @@ fn rows(vocabulary: u32, round: u64) -> Vec<Row> {
                 let words = (0..words).map(|i| (i ^ seed as u32).wrapping_mul(0x9e37_79b9));
                 TokenMask::new(words.collect(), vocabulary)
             });
-            let sampling = Sampling { seed: seed << 33 | seed, ..sampling.clone() };
-            rows.push(Row { sampling, prompt_len: tokens.len() / 2, tokens, mask });
+            let mut sampling = Sampling { seed: seed << 33 | seed, ..sampling.clone() };
+            let is_scored = sampling.prompt_logprobs.is_some();
+            let prompt_len = if is_scored { tokens.len() } else { tokens.len() / 2 };
+            let position = if is_scored { tokens.len() / 2 } else { tokens.len() - 1 };
+            if !sampling.bad_words.is_empty() {
+                let end = |count: usize| tokens[tokens.len() - count..].to_vec();
+                // Ends of the output and of the prompt, and words that are not at the end.
+                let word = |i: u32| match i % 3 {
+                    0 => vec![i % vocabulary],
+                    1 => [end(1), vec![i % vocabulary]].concat(),
+                    _ => [end(tokens.len().min(2)), vec![i * 7 % vocabulary]].concat(),
+                };
+                let whole = [end(tokens.len()), vec![9]].concat();
+                sampling.bad_words = (0..2000).map(word).chain([whole, vec![9, 9, 9, 8]]).collect();
+            }
+            rows.push(Row { sampling, prompt_len, position, tokens, mask });
         }
     }
     rows
@@ -262,8 +310,8 @@ fn words(outcomes: &[SampleOutcome]) -> Vec<u32> {
         match outcome {
             SampleOutcome::Token(SampledToken { id, logprobs, .. }) => {
                 words.extend([0, *id]);
-                if let Some(TokenLogprobs { chosen, top, .. }) = logprobs {
-                    words.push(chosen.to_bits());
+                if let Some(TokenLogprobs { chosen, top, rank }) = logprobs {
+                    words.extend([chosen.to_bits(), rank.unwrap_or(0)]);
                     words.extend(top.iter().flat_map(|(id, logprob)| [*id, logprob.to_bits()]));
                 }
             }
@@ -439,6 +487,7 @@ pub(crate) fn sampling_latency_of_two_ranks_is_reported() {
         let warm = Sampling { temperature: 0.8, ..Sampling::greedy() };
         let kinds = [
             ("greedy", Sampling::greedy()),
+            ("biased", Sampling { logit_bias: vec![(1, 1.0); 100], ..Sampling::greedy() }),
             ("random", warm.clone()),
             ("min-p", Sampling { min_p: 0.05, ..warm.clone() }),
             ("top-k 50", Sampling { top_k: 50, ..warm.clone() }),
@@ -457,6 +506,7 @@ pub(crate) fn sampling_latency_of_two_ranks_is_reported() {
                     sampling: Sampling { seed, ..sampling.clone() },
                     tokens: vec![1, 2, 3],
                     prompt_len: 3,
+                    position: 2,
                     mask: None,
                 };
                 let rows: Vec<Row> = (0..count as u64).map(row).collect();

@@ -65,6 +65,7 @@ impl Device {
         let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, dtype: Dtype::F32 };
         let (kv, _) = gpu.kv(layout, 16);
         let limits = BatchLimits {
+            hidden: 0,
             slots: SLOTS,
             sequence_tokens: 9100,
             rows,

@@ -9,7 +9,7 @@
 //      integers.
 //   3. after `gather`, top-k and top-p: the number of tokens each rank has listed, and then these tokens; without a
 //      list (NO_LIST, see sample.cuh), each rank's part of the row. Only such rows have their logits gathered; their
-//      results have `reserved` set.
+//      results have `detail` 1.
 //   4. after `choose`, log-probabilities: the chosen token's logit, and each rank's greatest logits.
 //
 // The length of a row's message follows from `needs` and from values that are equal on all ranks.
@@ -164,6 +164,10 @@ struct Logprobs {
       while (owner + 1 < in.shares.ranks && result.token >= in.shares.firsts[owner + 1]) ++owner;
       result.logprob = logprob(reported[owner].raw, survey, total);
       result.top_count = count;
+      if (sample.given >= 0) {
+        result.detail = -1;
+        for (int rank = 0; rank < in.shares.ranks; ++rank) result.detail -= reported[rank].greater;
+      }
       deliver(in, sample, row, result, slot.length);
     }
     __syncthreads();  // before the next row's
@@ -317,6 +321,7 @@ int32_t sample(const baton_group& group, const Arguments& in, cudaStream_t strea
   const int runs = divide_up(tokens, RUN);
   const int survey_words = slices * static_cast<int>(sizeof(Survey) / 4);
   if (needs & BATON_NEEDS_PENALTIES) BATON_TRY(launch_history(in, stream));
+  if (needs & BATON_NEEDS_RULES) BATON_TRY(launch_rules(in, stream));
   BATON_TRY(launch_survey(in, stream));
   if (!has_draws && !has_logprobs) {
     return exchange_rows<N>("sampling: greedy", group, Spans<Surveys<true>>{in}, samples, survey_words, stream);

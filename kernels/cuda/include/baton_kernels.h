@@ -233,7 +233,12 @@ typedef struct {
   int32_t stop_count;  /* length of the slot's row of `stop_tokens` */
   int32_t logprobs;    /* -1: none; else this many alternatives, at most BATON_TOP_LOGPROBS_MAX */
   int32_t prompt_len;  /* output index = tokens before - prompt_len */
-  int32_t reserved[3];
+  /* The slot's row of `rules`: bias_count pairs of a token and an f32 bias; bad_count tokens of bad words, the last token
+   * of each word with bit 31 set; if is_listed, a bitmask [ceil(vocabulary / 32)] of the only allowed tokens. */
+  uint16_t bias_count;
+  uint16_t is_listed;
+  int32_t bad_count;
+  int32_t prompt_logprobs; /* 0: none; else prompt tokens are reported, with one alternative fewer than this number */
 } baton_sampling;
 
 /* 16 bytes. */
@@ -251,12 +256,13 @@ typedef struct {
   int32_t *tokens;           /* [slot_count][token_width]: the token pool */
   int32_t *block_tables;     /* [slot_count][table_width]: block of tokens 16 i .. 16 i + 15 */
   int32_t *stop_tokens;      /* [slot_count][stop_width] */
+  int32_t *rules;            /* [slot_count][rule_width] */
   int32_t slot_count;
   int32_t token_width; /* longest sequence */
   int32_t table_width;
   int32_t stop_width;
   int32_t trash_block; /* block that padding rows write to; in no table */
-  int32_t reserved;
+  int32_t rule_width;
 } baton_pool;
 
 /* ---- A step's plan: one small upload -------------------------------------------------------------------- */
@@ -297,7 +303,8 @@ typedef struct {
 typedef enum {
   BATON_RUN_TOKENS = 0, /* tokens[slot][first..] */
   BATON_RUN_BLOCKS = 1, /* block_tables[slot][first..] */
-  BATON_RUN_STOPS = 2   /* stop_tokens[slot][first..] */
+  BATON_RUN_STOPS = 2,  /* stop_tokens[slot][first..] */
+  BATON_RUN_RULES = 3   /* rules[slot][first..] */
 } baton_run_target;
 
 /* `count` words of the plan from `at` on go to a slot's row. Runs of one plan do not overlap. 20 bytes. */
@@ -474,7 +481,7 @@ typedef struct {
   float logprob;    /* of the chosen token, when the slot asks for log-probabilities */
   int32_t top_count;
   uint32_t step_id;
-  int32_t reserved;
+  int32_t detail; /* 1: the row's logits were gathered from all ranks; below 0: minus the rank of a given token */
 } baton_sample_result;
 
 typedef struct {
@@ -488,7 +495,8 @@ typedef enum {
   BATON_NEEDS_CUT = 2,       /* with it: top_k, or a top_p below 1 (min_p needs no bit) */
   BATON_NEEDS_LOGPROBS = 4,  /* logprobs of 0 or more */
   BATON_NEEDS_PENALTIES = 8, /* repetition, presence or frequency penalty (masks and min_tokens need no bit) */
-  BATON_NEEDS_ALL = 15
+  BATON_NEEDS_RULES = 16,    /* biases, bad words or listed tokens */
+  BATON_NEEDS_ALL = 31
 } baton_sample_needs;
 
 typedef struct {
@@ -501,14 +509,15 @@ typedef struct {
   uint64_t scratch_bytes;
   int32_t vocabulary;
   int32_t samples; /* padded */
-  int32_t needs;   /* bits of baton_sample_needs, which select the kernels: 0 launches one kernel, ALL five */
+  int32_t needs;   /* bits of baton_sample_needs, which select the kernels: 0 launches one kernel, ALL six */
   int32_t verifies; /* 1: the samples verify draft tokens; the slots are left to baton_accept */
 } baton_sample_args;
 
 /* Chooses a token for every sample of `step` by its slot's baton_sampling, with the rules, tie-breaks and
  * random numbers of the CPU. The token becomes tokens[slot][position + 1] and the slot's length grows by one
  * when that place is the first unknown one (no draft or scored row); a failed sample marks its slot, whose
- * later samples repeat the status. A setting whose bit is missing in `needs` counts as not set: without DRAW every row
+ * later samples repeat the status. The sample of a slot with prompt_logprobs whose next token is in the prompt is given:
+ * it reports this token, its log-probability and its rank, and ignores the other settings. A setting whose bit is missing in `needs` counts as not set: without DRAW every row
  * is greedy. */
 BATON_API int32_t baton_sample(const baton_pool *pool, const baton_step *step,
                                const baton_sample_args *args, void *stream);

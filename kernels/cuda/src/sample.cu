@@ -1,4 +1,4 @@
-// Sampling as in kernels/src/sampling.rs, with the CPU's arithmetic: the entry points, and the history and
+// Sampling as in kernels/src/sampling.rs, with the CPU's arithmetic: the entry points, and the history, rules and
 // survey kernels. sample.cuh describes the algorithm.
 // Compiled without fused multiply-adds: weights, totals and the comparison with top_p are bitwise equal to
 // the CPU's, so sampled tokens differ only where logits differ.
@@ -21,6 +21,7 @@ uint64_t lay_out(char* base, int64_t ranks, int64_t samples, int64_t vocabulary,
   };
   take(scratch.counts, samples * vocabulary);
   take(scratch.arrivals, samples);
+  take(scratch.allowed, samples * ((vocabulary + 31) / 32));
   take(scratch.samples, samples);
   take(scratch.adjusted, samples * ((vocabulary + 3) / 4 * 4));
   take(scratch.surveys, samples * SLICES_MAX);
@@ -59,6 +60,40 @@ __global__ void history_kernel(const Arguments in) {
       atomicOr(counts + token, IN_PROMPT);
     } else {
       atomicAdd(counts + token, 1u);
+    }
+  }
+}
+
+// Returns whether the sequence's output ends with the `count` tokens at `word`.
+__device__ bool ends_with(const Arguments& in, const Sample& sample, const uint32_t* word, int count) {
+  if (count > sample.output_len) return false;
+  const int32_t* tokens = in.pool.tokens + static_cast<int64_t>(sample.slot) * in.pool.token_width;
+  const int32_t* end = tokens + sample.position + 1;
+  for (int i = 1; i <= count; ++i) {
+    if (static_cast<uint32_t>(end[-i]) != word[count - i]) return false;
+  }
+  return true;
+}
+
+// One CTA per sample: allowed tokens, without the last token of each bad word whose other tokens end the output.
+__global__ void __launch_bounds__(SLICE_THREADS) rules_kernel(const Arguments in) {
+  constexpr uint32_t IS_LAST = 1u << 31;
+  pdl_wait_and_release();
+  const Sample sample = find_sample(in, blockIdx.x);
+  if (sample.slot < 0 || !sample.is_ruled) return;
+  const int words = (in.args.vocabulary + 31) / 32;
+  const uint32_t* bad = rules_of(in, sample) + 2 * sample.how.bias_count;
+  const uint32_t* listed = bad + sample.how.bad_count;
+  uint32_t* allowed = allowed_row(in, blockIdx.x);
+  for (int i = threadIdx.x; i < words; i += SLICE_THREADS) allowed[i] = sample.how.is_listed ? listed[i] : ~0u;
+  __syncthreads();
+  for (int begin = threadIdx.x; begin < sample.how.bad_count; begin += SLICE_THREADS) {
+    if (begin > 0 && !(bad[begin - 1] & IS_LAST)) continue;
+    int last = begin;
+    while (last + 1 < sample.how.bad_count && !(bad[last] & IS_LAST)) ++last;
+    const uint32_t token = bad[last] & ~IS_LAST;
+    if (token < static_cast<uint32_t>(in.args.vocabulary) && ends_with(in, sample, bad + begin, last - begin)) {
+      atomicAnd(allowed + token / 32, ~(1u << (token % 32)));
     }
   }
 }
@@ -110,10 +145,11 @@ __device__ void finish_greedy(const Arguments& in, const Sample& sample, int ind
   deliver(in, sample, index, result, slot.length);
 }
 
-// IS_LAST: no row draws or reports log-probabilities, so this is the last kernel.
-template <bool IS_LAST>
+// IS_LAST: no row draws or reports log-probabilities, so this is the last kernel. HAS_RULES: a row may have rules.
+template <bool IS_LAST, bool HAS_RULES>
 __global__ void __launch_bounds__(SLICE_THREADS) survey_kernel(const Arguments in) {
   __shared__ uint32_t stops[RUN / 32];
+  __shared__ float biases[HAS_RULES ? RUN : 1];
   __shared__ Survey shared[SLICE_THREADS / WARP];
   pdl_wait_and_release();
   const int index = blockIdx.y;
@@ -129,6 +165,8 @@ __global__ void __launch_bounds__(SLICE_THREADS) survey_kernel(const Arguments i
   uint32_t* counts = in.scratch.counts + static_cast<int64_t>(index) * vocabulary;
   const uint32_t* mask =
       sample.mask >= 0 ? in.args.masks + static_cast<int64_t>(sample.mask) * ((vocabulary + 31) / 32) : nullptr;
+  const uint32_t* allowed = HAS_RULES && sample.is_ruled ? allowed_row(in, index) : nullptr;
+  const uint32_t* rules = rules_of(in, sample);
   const int32_t* stop_tokens = in.pool.stop_tokens + static_cast<int64_t>(sample.slot) * in.pool.stop_width;
 
   Survey own = nothing_seen();
@@ -155,6 +193,16 @@ __global__ void __launch_bounds__(SLICE_THREADS) survey_kernel(const Arguments i
         }
         __syncthreads();
       }
+      if (HAS_RULES && sample.how.bias_count > 0) {
+        __syncthreads();
+        for (int i = threadIdx.x; i < RUN; i += blockDim.x) biases[i] = 0.f;
+        __syncthreads();
+        for (int i = threadIdx.x; i < sample.how.bias_count; i += blockDim.x) {
+          const int token = static_cast<int>(rules[2 * i]) - first;
+          if (token >= 0 && token < RUN) biases[token] = __uint_as_float(rules[2 * i + 1]);
+        }
+        __syncthreads();
+      }
       const int id = first + place;
       const float values[4] = {loaded[k].x, loaded[k].y, loaded[k].z, loaded[k].w};
 #pragma unroll
@@ -165,6 +213,7 @@ __global__ void __launch_bounds__(SLICE_THREADS) survey_kernel(const Arguments i
         own.raw_best = value > own.raw_best ? value : own.raw_best;
         if (sample.is_adjusted) {
           if (mask && !(mask[(id + i) / 32] >> ((id + i) % 32) & 1)) value = -INFINITY;
+          if (allowed && !(allowed[(id + i) / 32] >> ((id + i) % 32) & 1)) value = -INFINITY;
           if (sample.is_min_masked && (stops[(place + i) / 32] >> ((place + i) % 32) & 1)) value = -INFINITY;
           if (sample.is_penalised) {
             const uint32_t count = counts[id + i];
@@ -173,6 +222,7 @@ __global__ void __launch_bounds__(SLICE_THREADS) survey_kernel(const Arguments i
               value = penalise(sample.how, count, value);
             }
           }
+          if (HAS_RULES && sample.how.bias_count > 0) value += biases[place + i];
           adjusted[id + i] = value;
         }
         if (is_bad(value)) {
@@ -190,6 +240,7 @@ __global__ void __launch_bounds__(SLICE_THREADS) survey_kernel(const Arguments i
   if (threadIdx.x == 0) {
     for (int warp = 1; warp < SLICE_THREADS / WARP; ++warp) own = join(own, shared[warp]);
     if (own.raw_bad != NO_TOKEN) own.raw_bad_value = raw[own.raw_bad];
+    if (sample.given >= in.first && sample.given < in.end) own.given = raw[sample.given];
     if (own.bad != NO_TOKEN) own.bad_value = sample.is_adjusted ? adjusted[own.bad] : raw[own.bad];
     in.scratch.surveys[index * SLICES_MAX + in.slice_first + blockIdx.x] = own;
   }
@@ -261,9 +312,13 @@ int32_t launch_history(const Arguments& in, cudaStream_t stream) {
   return launch("sampling: history", history_kernel, dim3(4, in.args.samples), dim3(SLICE_THREADS), 0, stream, in);
 }
 
+int32_t launch_rules(const Arguments& in, cudaStream_t stream) {
+  return launch("sampling: rules", rules_kernel, dim3(in.args.samples), dim3(SLICE_THREADS), 0, stream, in);
+}
+
 int32_t launch_survey(const Arguments& in, cudaStream_t stream) {
-  return launch("sampling: survey", survey_kernel<false>, dim3(in.slice_count, in.args.samples), dim3(SLICE_THREADS), 0,
-                stream, in);
+  const auto kernel = in.args.needs & BATON_NEEDS_RULES ? survey_kernel<false, true> : survey_kernel<false, false>;
+  return launch("sampling: survey", kernel, dim3(in.slice_count, in.args.samples), dim3(SLICE_THREADS), 0, stream, in);
 }
 
 }  // namespace sampling
@@ -271,8 +326,11 @@ int32_t launch_survey(const Arguments& in, cudaStream_t stream) {
 int32_t load_sample() {
   using namespace sampling;
   BATON_TRY(load(history_kernel));
-  BATON_TRY(load(survey_kernel<false>));
-  BATON_TRY(load(survey_kernel<true>));
+  BATON_TRY(load(rules_kernel));
+  BATON_TRY(load(survey_kernel<false, false>));
+  BATON_TRY(load(survey_kernel<false, true>));
+  BATON_TRY(load(survey_kernel<true, false>));
+  BATON_TRY(load(survey_kernel<true, true>));
   BATON_TRY(load_draw());
   return load_choose();
 }
@@ -293,9 +351,10 @@ BATON_API int32_t baton_sample(const baton_pool* pool, const baton_step* step, c
     const cudaStream_t on = as_stream(stream);
     const bool has_draws = args->needs & BATON_NEEDS_DRAW;
     if (args->needs & BATON_NEEDS_PENALTIES) BATON_TRY(launch_history(in, on));
+    if (args->needs & BATON_NEEDS_RULES) BATON_TRY(launch_rules(in, on));
     if (!has_draws && !(args->needs & BATON_NEEDS_LOGPROBS)) {
-      return launch("sampling: greedy", survey_kernel<true>, dim3(in.slice_count, args->samples), dim3(SLICE_THREADS), 0,
-                    on, in);
+      const auto kernel = args->needs & BATON_NEEDS_RULES ? survey_kernel<true, true> : survey_kernel<true, false>;
+      return launch("sampling: greedy", kernel, dim3(in.slice_count, args->samples), dim3(SLICE_THREADS), 0, on, in);
     }
     BATON_TRY(launch_survey(in, on));
     BATON_TRY(launch_weigh(in, on));

@@ -7,8 +7,9 @@
 // weights. `survey`, `weigh` and `gather` have one CTA per slice. A kernel that no row of the step needs
 // (baton_sample_args.needs) is not launched:
 //   history  (sample.cu, penalties) counts prompt and output tokens of the sequences with penalties.
-//   survey   (sample.cu, always) applies bitmask, min_tokens and penalties, and finds the greatest logit and non-finite
-//            logits. Without draws and log-probabilities, the last CTA of a row to finish writes the token.
+//   rules    (sample.cu, rules) writes a bitmask of the tokens that allowed tokens and bad words leave.
+//   survey   (sample.cu, always) applies bitmasks, min_tokens, penalties and biases, and finds the greatest logit and
+//            non-finite logits. Without draws and log-probabilities, the last CTA of a row to finish writes the token.
 //   weigh    (sample_draw.cu, draws and log-probabilities) draws a token by exponential arrival times. With top-k or
 //            top-p it counts tokens and sums their weights per bin of likelihood instead.
 //   gather   (sample_draw.cu, top-k and top-p) finds the bin that contains the cut, lists the tokens that the cut may
@@ -43,8 +44,8 @@ constexpr int NO_TOKEN = 0x7fffffff;
 constexpr int BINS = 256;
 constexpr int RANKS_MAX = 8;
 
-// Summary of a slice of a row. "Raw" logits are those of the model; adjusted logits include bitmask, min_tokens and
-// penalties.
+// Summary of a slice of a row. "Raw" logits are those of the model; adjusted logits include bitmasks, min_tokens,
+// penalties and biases.
 struct Survey {
   float raw_best;       // greatest raw logit
   int raw_bad;          // lowest id whose raw logit is NaN or +infinity; NO_TOKEN if none
@@ -53,6 +54,7 @@ struct Survey {
   int best_id;
   int bad;              // like raw_bad, of the adjusted logits
   float bad_value;
+  float given;          // raw logit of the sample's given token, if the rank has this token; else -infinity
 };
 
 // The token of a slice with the earliest arrival time.
@@ -83,8 +85,10 @@ struct Sample {
   int position;
   int output_len;
   int mask;
+  int given;  // the prompt token that follows; -1: a token is sampled
   bool is_min_masked;
   bool is_penalised;
+  bool is_ruled;  // has allowed tokens or bad words
   bool is_adjusted;
   bool is_greedy;
   bool is_restricted;  // has top-k or top-p
@@ -95,6 +99,7 @@ struct Sample {
 // A rank's contribution to a row's log-probabilities.
 struct Reported {
   float raw;  // raw logit of the chosen token, if the rank has this token
+  int greater;  // the rank's tokens with a greater logit than a given token
   struct {
     int id;
     float logit;
@@ -110,12 +115,13 @@ struct Scratch {
   float* totals;       // [samples][RUNS_MAX]: sum of weights of each run
   float* raw_totals;   // [samples][RUNS_MAX]: the same of raw logits, for log-probabilities
   uint64_t* list;      // [samples][LIST_MAX]
-  int32_t* list_count; // [samples]
+  int32_t* list_count; // [samples]; of a given token: the number of tokens with a greater logit
   int32_t* bounds;     // [samples]: bits of the earliest arrival so far, rounded up
   uint64_t* distances; // [samples][ranks][LEVELS]: sum over a bin's weights of their distance below the bin's greatest
   uint32_t* numbers;   // [samples][ranks][LEVELS]: number of tokens in each bin
   Cut* cuts;           // [samples]
   uint32_t* arrivals;  // [samples]: finished slices; zero between calls
+  uint32_t* allowed;   // [samples][ceil(vocabulary / 32)]: tokens that the rules of a sample leave
   int32_t* listed;     // [samples]: listed tokens of all ranks; only with tensor parallelism
   Reported* reported;  // [samples][ranks]; only with tensor parallelism
 };
@@ -157,14 +163,26 @@ __device__ inline Sample find_sample(const Arguments& in, int index) {
   baton_sampling how = in.pool.sampling[sample.slot];
   const int needs = in.args.needs;
   if (!(needs & BATON_NEEDS_CUT)) how.top_k = 0, how.top_p = 1.f;
+  sample.given = -1;
+  if (how.prompt_logprobs > 0 && sample.position + 1 < how.prompt_len) {
+    const int token = in.pool.tokens[static_cast<int64_t>(sample.slot) * in.pool.token_width + sample.position + 1];
+    sample.given = min(max(token, 0), in.args.vocabulary - 1);
+    sample.mask = -1;
+    how.logprobs = how.prompt_logprobs - 1;
+    how.stop_count = how.bias_count = how.bad_count = how.is_listed = 0;
+    how.temperature = 0.f, how.repetition_penalty = 1.f, how.presence_penalty = how.frequency_penalty = 0.f;
+  }
   if (!(needs & BATON_NEEDS_LOGPROBS)) how.logprobs = -1;
+  if (!(needs & BATON_NEEDS_RULES)) how.bias_count = how.bad_count = how.is_listed = 0;
   sample.how = how;
   sample.output_len = max(sample.position + 1 - how.prompt_len, 0);
   sample.is_min_masked = static_cast<uint32_t>(sample.output_len) < how.min_tokens && how.stop_count > 0;
   sample.is_penalised =
       (needs & BATON_NEEDS_PENALTIES) &&
       (how.repetition_penalty != 1.f || how.presence_penalty != 0.f || how.frequency_penalty != 0.f);
-  sample.is_adjusted = sample.mask >= 0 || sample.is_min_masked || sample.is_penalised;
+  sample.is_ruled = how.bad_count > 0 || how.is_listed;
+  sample.is_adjusted =
+      sample.mask >= 0 || sample.is_min_masked || sample.is_penalised || sample.is_ruled || how.bias_count > 0;
   sample.is_greedy = !(needs & BATON_NEEDS_DRAW) || how.temperature < GREEDY_BELOW;
   sample.top_k = how.top_k >= static_cast<uint32_t>(in.args.vocabulary) ? 0 : how.top_k;
   sample.is_restricted = !sample.is_greedy && (sample.top_k > 0 || how.top_p < 1.f);
@@ -182,6 +200,14 @@ __device__ inline const float* values_of(const Arguments& in, const Sample& samp
   return sample.is_adjusted ? adjusted_row(in, index) : raw_row(in, index);
 }
 
+// Returns the row's bitmask of the tokens that its rules leave.
+__device__ inline uint32_t* allowed_row(const Arguments& in, int index) {
+  return in.scratch.allowed + static_cast<int64_t>(index) * ((in.args.vocabulary + 31) / 32);
+}
+__device__ inline const uint32_t* rules_of(const Arguments& in, const Sample& sample) {
+  return reinterpret_cast<const uint32_t*>(in.pool.rules + static_cast<int64_t>(sample.slot) * in.pool.rule_width);
+}
+
 // ---- Surveys ----
 
 __device__ inline bool is_bad(float x) { return isnan(x) || x == INFINITY; }
@@ -193,6 +219,7 @@ __device__ inline void take_best(float& best, int& best_id, float other, int oth
 __device__ inline Survey join(Survey a, const Survey& b) {
   a.raw_best = fmaxf(a.raw_best, b.raw_best);
   a.raw_bad = min(a.raw_bad, b.raw_bad);
+  a.given = fmaxf(a.given, b.given);
   a.bad = min(a.bad, b.bad);
   take_best(a.best, a.best_id, b.best, b.best_id);
   return a;
@@ -206,12 +233,13 @@ __device__ inline Survey join_warp(Survey own) {
     other.best = __shfl_xor_sync(FULL, own.best, distance);
     other.best_id = __shfl_xor_sync(FULL, own.best_id, distance);
     other.bad = __shfl_xor_sync(FULL, own.bad, distance);
+    other.given = __shfl_xor_sync(FULL, own.given, distance);
     own = join(own, other);
   }
   return own;
 }
 
-__device__ inline Survey nothing_seen() { return {-INFINITY, NO_TOKEN, 0.f, -INFINITY, NO_TOKEN, NO_TOKEN, 0.f}; }
+__device__ inline Survey nothing_seen() { return {-INFINITY, NO_TOKEN, 0.f, -INFINITY, NO_TOKEN, NO_TOKEN, 0.f, -INFINITY}; }
 
 // Combines the surveys of all slices of a row. Every thread gets the result.
 __device__ inline Survey whole_survey(const Arguments& in, int index, Survey* shared) {
@@ -294,6 +322,7 @@ int32_t prepare(const baton_pool* pool, const baton_step* step, const baton_samp
                 Arguments& in);
 uint64_t scratch_bytes(int32_t ranks, int32_t samples_max, int32_t vocabulary);
 int32_t launch_history(const Arguments& in, cudaStream_t stream);
+int32_t launch_rules(const Arguments& in, cudaStream_t stream);
 int32_t launch_survey(const Arguments& in, cudaStream_t stream);
 int32_t load_draw();
 int32_t launch_weigh(const Arguments& in, cudaStream_t stream);

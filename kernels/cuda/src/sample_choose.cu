@@ -263,7 +263,10 @@ __device__ void report_logprobs(const Arguments& in, const Sample& sample, int i
     // The rank's contribution; after the exchange all contributions form the result.
     Reported& own = in.scratch.reported[index * in.shares.ranks + in.shares.rank];
     if (count > 0) find_top(in, index, count, shared);
-    if (threadIdx.x == 0) own.raw = token >= in.first && token < in.end ? raw[token] : 0.f;
+    if (threadIdx.x == 0) {
+      own.raw = token >= in.first && token < in.end ? raw[token] : 0.f;
+      own.greater = in.scratch.list_count[index];
+    }
     if (threadIdx.x < count) {
       const int id = static_cast<int>(shared.top[threadIdx.x]);
       own.top[threadIdx.x] = {id, raw[id]};
@@ -273,6 +276,7 @@ __device__ void report_logprobs(const Arguments& in, const Sample& sample, int i
   const double total = log_total(in, index, shared.runs, &shared.total);
   result.logprob = logprob(raw[token], survey, total);
   result.top_count = count;
+  if (sample.given >= 0) result.detail = -1 - in.scratch.list_count[index];
   if (count <= 0) return;
   find_top(in, index, count, shared);
   if (threadIdx.x < count) {
@@ -298,9 +302,11 @@ __global__ void __launch_bounds__(CHOOSE_THREADS) choose_kernel(const Arguments 
   __syncthreads();  // before the first thread changes the slot
   baton_sample_result result = begin_result(in, sample, index, survey, slot.failed);
   if (result.status == BATON_SAMPLE_OK) {
-    result.token = sample.is_greedy ? survey.best_id : draw(in, sample, index, survey, shared);
+    result.token = sample.given >= 0  ? sample.given
+                   : sample.is_greedy ? survey.best_id
+                                      : draw(in, sample, index, survey, shared);
     if (in.shares.ranks > 1) {
-      result.reserved = in.scratch.cuts[index].mode == Cut::NO_LIST;
+      result.detail = in.scratch.cuts[index].mode == Cut::NO_LIST;
       if (is_reported_together(sample, result)) {
         report_logprobs(in, sample, index, survey, result.token, shared, result);
         if (threadIdx.x == 0) in.args.results[index] = result;

@@ -100,6 +100,7 @@ __global__ void __launch_bounds__(SLICE_THREADS) weigh_kernel(const Arguments in
   const bool wants_total = sample.is_restricted && sample.top_k == 0;
   const Key key(sample.how.seed, sample.output_len);
   Race race;
+  int greater = 0;
   // The arrival of the likeliest token is the first bound, which makes the quick test selective. The slice of this
   // token draws it again.
   if (wants_race) race.offer(key, survey.best_id, weigh(survey.best, survey.best, temperature));
@@ -144,9 +145,14 @@ __global__ void __launch_bounds__(SLICE_THREADS) weigh_kernel(const Arguments in
       if (sample.is_adjusted) load_runs(in, raw, run, loaded);
       visit_runs(in, run, loaded, [&](int k, int id, bool is_in, float logit) {
         weights[k][id % RUN] = is_in ? weigh(logit, survey.raw_best, 1.f) : 0.f;
+        greater += is_in && logit > survey.given;
       });
       total_runs(in, run, weights, 0.f, in.scratch.raw_totals + index * RUNS_MAX);
     }
+  }
+  if (sample.given >= 0) {
+    greater = __reduce_add_sync(FULL, greater);
+    if (threadIdx.x % WARP == 0) atomicAdd(in.scratch.list_count + index, greater);
   }
   if (sample.is_restricted) {
     __syncthreads();

@@ -50,6 +50,17 @@ __device__ Sums sum_before(Sums own, Sums* shared) {
   return warp == 0 ? before : before + shared[warp - 1];
 }
 
+// Returns the slot's row that a run writes to.
+__device__ int32_t* row_of(const baton_pool& pool, const baton_plan_run& run) {
+  const int64_t slot = run.slot;
+  switch (run.target) {
+    case BATON_RUN_TOKENS: return pool.tokens + slot * pool.token_width;
+    case BATON_RUN_BLOCKS: return pool.block_tables + slot * pool.table_width;
+    case BATON_RUN_STOPS: return pool.stop_tokens + slot * pool.stop_width;
+    default: return pool.rules + slot * pool.rule_width;
+  }
+}
+
 __device__ void apply_plan(const baton_pool& pool, const uint32_t* words, const baton_plan_header& header) {
   const auto* admissions = reinterpret_cast<const baton_plan_admission*>(words + header.admissions_at);
   for (uint32_t i = threadIdx.x; i < header.admission_count; i += THREADS) {
@@ -63,18 +74,14 @@ __device__ void apply_plan(const baton_pool& pool, const uint32_t* words, const 
   for (uint32_t i = warp; i < header.run_count; i += warps) {
     const baton_plan_run run = runs[i];
     if (run.count > LONG) continue;
-    int32_t* row = run.target == BATON_RUN_TOKENS   ? pool.tokens + static_cast<int64_t>(run.slot) * pool.token_width
-                   : run.target == BATON_RUN_BLOCKS ? pool.block_tables + static_cast<int64_t>(run.slot) * pool.table_width
-                                                    : pool.stop_tokens + static_cast<int64_t>(run.slot) * pool.stop_width;
+    int32_t* row = row_of(pool, run);
     for (int at = lane; at < run.count; at += WARP) row[run.first + at] = static_cast<int32_t>(words[run.at + at]);
   }
   // All warps process the long runs.
   for (uint32_t i = 0; i < header.run_count; ++i) {
     const baton_plan_run run = runs[i];
     if (run.count <= LONG) continue;
-    int32_t* row = run.target == BATON_RUN_TOKENS   ? pool.tokens + static_cast<int64_t>(run.slot) * pool.token_width
-                   : run.target == BATON_RUN_BLOCKS ? pool.block_tables + static_cast<int64_t>(run.slot) * pool.table_width
-                                                    : pool.stop_tokens + static_cast<int64_t>(run.slot) * pool.stop_width;
+    int32_t* row = row_of(pool, run);
     for (int at = threadIdx.x; at < run.count; at += THREADS) {
       row[run.first + at] = static_cast<int32_t>(words[run.at + at]);
     }

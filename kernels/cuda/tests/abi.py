@@ -21,10 +21,11 @@ RopeArgs = struct("RopeArgs", qkv=P, queries=P, query_stride=I64, bias=P, query_
                   norms_all_heads=I32)
 Sampling = struct("Sampling", seed=U64, temperature=F32, top_p=F32, min_p=F32, repetition_penalty=F32,
                   presence_penalty=F32, frequency_penalty=F32, top_k=U32, min_tokens=U32, stop_count=I32,
-                  logprobs=I32, prompt_len=I32, reserved=I32 * 3)
+                  logprobs=I32, prompt_len=I32, bias_count=c.c_uint16, is_listed=c.c_uint16, bad_count=I32,
+                  prompt_logprobs=I32)
 Slot = struct("Slot", position=I32, length=I32, failed=I32, drafts=I32)
-Pool = struct("Pool", slots=P, sampling=P, tokens=P, block_tables=P, stop_tokens=P, slot_count=I32, token_width=I32,
-              table_width=I32, stop_width=I32, trash_block=I32, reserved=I32)
+Pool = struct("Pool", slots=P, sampling=P, tokens=P, block_tables=P, stop_tokens=P, rules=P, slot_count=I32, token_width=I32,
+              table_width=I32, stop_width=I32, trash_block=I32, rule_width=I32)
 PlanHeader = struct("PlanHeader", word_count=U32, sequence_count=U32, row_count=U32, sample_count=U32,
                     admission_count=U32, run_count=U32, sequences_at=U32, admissions_at=U32, runs_at=U32,
                     step_id=U32, reserved=U32 * 6)
@@ -40,7 +41,7 @@ Batch = struct("Batch", row_indptr=P, page_indptr=P, kv_lengths=P, sequences=I32
 Workspace = struct("Workspace", floats=P, float_bytes=U64, ints=P, int_bytes=U64, pinned=P)
 AttentionPlan = struct("AttentionPlan", kind=I32, word_count=I32, words=I64 * 22)
 SampleResult = struct("SampleResult", status=I32, token=I32, slot=I32, position=I32, logprob=F32, top_count=I32,
-                      step_id=U32, reserved=I32)
+                      step_id=U32, detail=I32)
 TokenLogprob = struct("TokenLogprob", token=I32, logprob=F32)
 SampleArgs = struct("SampleArgs", logits=P, logit_stride=I64, masks=P, results=P, top=P, scratch=P,
                     scratch_bytes=U64, vocabulary=I32, samples=I32, needs=I32, verifies=I32)
@@ -68,7 +69,7 @@ ExpertGemmArgs = struct("ExpertGemmArgs", weight=P, weight_stride=I64, x=P, x_st
                         parts=I32, factor_stride=I32)
 CombineArgs = struct("CombineArgs", outputs=P, weights=P, residual=P, norm=P, out=P, shared=P, shared_router=P, x=P,
                      x_stride=I64, eps=F32, count=I32, rows=I32, width=I32)
-NEEDS_DRAW, NEEDS_CUT, NEEDS_LOGPROBS, NEEDS_PENALTIES, NEEDS_ALL = 1, 2, 4, 8, 15
+NEEDS_DRAW, NEEDS_CUT, NEEDS_LOGPROBS, NEEDS_PENALTIES, NEEDS_RULES, NEEDS_ALL = 1, 2, 4, 8, 16, 31
 STRUCTS = [Kv, RopeArgs, Sampling, Slot, Pool, PlanHeader, PlanSequence, PlanAdmission, PlanRun, Step, Shape, Batch,
            Workspace, AttentionPlan, SampleResult, TokenLogprob, SampleArgs, SkinnyArgs, DecodeArgs, Group,
            AllReduceArgs, GatherArgs, RouteArgs, ExpertGemmArgs, CombineArgs]

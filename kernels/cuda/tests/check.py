@@ -170,6 +170,9 @@ def check_rope():
     return f"{cases} cases"
 
 
+RULE_WIDTH = 8
+
+
 class Host:
     """Host state for encoding plans, and the expected device state."""
 
@@ -180,9 +183,10 @@ class Host:
             sampling=torch.zeros(slots * 16, dtype=torch.int32, device="cuda"),
             tokens=torch.zeros(slots, token_width, dtype=torch.int32, device="cuda"),
             block_tables=torch.zeros(slots, self.table_width, dtype=torch.int32, device="cuda"),
-            stop_tokens=torch.zeros(slots, stop_width, dtype=torch.int32, device="cuda"))
+            stop_tokens=torch.zeros(slots, stop_width, dtype=torch.int32, device="cuda"),
+            rules=torch.zeros(slots, RULE_WIDTH, dtype=torch.int32, device="cuda"))
         self.pool = Pool(*[tensor.data_ptr() for tensor in self.memory.values()], slots, token_width,
-                         self.table_width, stop_width, blocks - 1, 0)
+                         self.table_width, stop_width, blocks - 1, RULE_WIDTH)
         self.free = list(range(blocks - 1))
         random.shuffle(self.free)
         self.live = {}  # slot: dict(tokens, position, table)

@@ -7,6 +7,7 @@
 
 mod check;
 mod frame;
+mod pooled;
 mod sizes;
 
 use std::{
@@ -19,6 +20,7 @@ use std::{
 };
 
 pub use frame::{CudaFrame, DownloadBuffers, Finished};
+use pooled::{PooledValues, pooled_bytes};
 use sizes::{BatchArraySizes, input_words, lay_out, plan_words};
 
 use super::{
@@ -32,7 +34,7 @@ use super::{
     library::KernelLibrary,
     memory::{CopyInFlight, DeviceMemory, PinnedMemory, Range},
     plan::{self, Admission, Extension, KnownDrafts, StepRows},
-    sample::{self, Sampler},
+    sample::{SampleNeeds, Sampler},
     step::CudaStep,
     stream_delays::StreamDelays,
 };
@@ -85,9 +87,12 @@ pub struct DeviceBatch {
     output: Option<DownloadBuffers>,
     uploaded_bytes: u64,
     /// For each slot, the sampling kernels that its sequence needs.
-    needs: Vec<i32>,
+    needs: Vec<SampleNeeds>,
     /// Whether the step was supplied with token bitmasks.
     has_masks: bool,
+    pooled: Range,
+    /// Pooled values of the step between `pool` and `end`.
+    pooled_values: Option<PooledValues>,
     /// Random delays, in tests only.
     delays: Option<StreamDelays>,
 }
@@ -130,7 +135,7 @@ impl DeviceBatch {
         let (plan_words, input_words, samples) =
             (plan_words(&limits), input_words(&limits), limits.samples as usize);
         let memory = DeviceMemory::new(context, "the batch", Self::bytes(backend, &limits))?;
-        let (ranges, devices, sampler) = lay_out(&memory, backend, &limits)?;
+        let (ranges, devices, sampler, pooled) = lay_out(&memory, backend, &limits)?;
         let up = Stream::new(context)?;
         for range in &ranges {
             range.fill(0, &up)?;
@@ -148,7 +153,8 @@ impl DeviceBatch {
                 consumed: Event::new(context)?,
             });
         }
-        let outputs = (0..limits.depth.max(1)).map(|_| DownloadBuffers::new(context, samples));
+        let outputs = (0..limits.depth.max(1))
+            .map(|_| DownloadBuffers::new(context, samples, pooled.bytes()));
         Ok(Self {
             limits,
             memory: Arc::new(sizes.memory(&limits, ranges, kv)),
@@ -163,8 +169,10 @@ impl DeviceBatch {
             outputs: outputs.collect::<Result<_, _>>()?,
             output: None,
             uploaded_bytes: 0,
-            needs: vec![0; limits.slots as usize],
+            needs: vec![SampleNeeds::default(); limits.slots as usize],
             has_masks: false,
+            pooled,
+            pooled_values: None,
             delays: None,
         })
     }
@@ -213,20 +221,23 @@ impl DeviceBatch {
             input.extensions,
             input.known_drafts,
             input.sequences,
-            self.plan_words,
+            (self.plan_words, self.limits.vocabulary),
         );
         let (last, before) = plans.split_last().expect("a step has a plan");
         for words in before {
             self.upload_plan(backend, words, (0, 0, 0, 0))?;
         }
         self.has_masks = false;
+        self.pooled_values = None;
         let serial = self.serial.fetch_add(1, Ordering::Relaxed);
         let rows_min = input.rows_min as usize;
         for admission in input.admissions {
-            self.needs[admission.slot as usize] = sample::needs(admission.sampling);
+            let needs = SampleNeeds::new(admission.sampling, admission.prompt_len);
+            self.needs[admission.slot as usize] = needs;
         }
         let sampled = input.sequences.iter().filter(|sequence| sequence.samples > 0);
-        let needs = sampled.fold(0, |all, sequence| all | self.needs[sequence.slot as usize]);
+        let needs = |row: &StepRows| self.needs[row.slot as usize].at(row.position);
+        let needs = sampled.fold(0, |all, row| all | needs(row));
         let memory = Arc::clone(&self.memory);
         let verified = input.drafts.map_or(0, |drafts| drafts.rows as usize);
         let step = CudaStep::new(memory, serial, input.sequences, rows_min, verified, needs);
@@ -465,6 +476,7 @@ impl DeviceBatch {
         let DownloadBuffers {
             results: (results, done),
             top: (top, top_done),
+            pooled: (pooled, pooled_done),
             begin,
             end,
             mask_wait,
@@ -479,6 +491,14 @@ impl DeviceBatch {
         } else {
             Err((top, top_done))
         };
+        let pooled = match self.pooled_values.take() {
+            Some(values) => {
+                let copy =
+                    pooled.download(values.bytes(), &self.pooled, 0, &self.down, pooled_done)?;
+                Ok((copy, values))
+            }
+            None => Err((pooled, pooled_done)),
+        };
         self.pass(&self.down)?;
         self.downloaded.record(&self.down)?;
         let uploaded_bytes = std::mem::take(&mut self.uploaded_bytes);
@@ -487,6 +507,7 @@ impl DeviceBatch {
             wants_logprobs,
             results,
             top,
+            pooled,
             begin,
             end,
             mask_wait,

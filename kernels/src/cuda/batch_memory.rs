@@ -17,6 +17,8 @@ pub struct BatchLimits {
     /// Maximum stop tokens of one slot.
     pub stops: u32,
     pub vocabulary: u32,
+    /// Width of the hidden states that may be pooled.
+    pub hidden: u32,
     /// Maximum number of steps in flight.
     pub depth: u32,
 }

@@ -41,6 +41,7 @@ pub(super) enum RunTarget {
     Tokens = 0,
     Blocks = 1,
     Stops = 2,
+    Rules = 3,
 }
 
 /// `baton_sample_needs`.
@@ -48,6 +49,7 @@ pub(super) const SAMPLE_DRAW: i32 = 1;
 pub(super) const SAMPLE_CUT: i32 = 2;
 pub(super) const SAMPLE_LOGPROBS: i32 = 4;
 pub(super) const SAMPLE_PENALTIES: i32 = 8;
+pub(super) const SAMPLE_RULES: i32 = 16;
 
 pub(super) const SKINNY_PLAIN: i32 = 0;
 pub(super) const SKINNY_RESIDUAL: i32 = 1;
@@ -130,7 +132,10 @@ structs! {
         pub stop_count: i32,
         pub logprobs: i32,
         pub prompt_len: i32,
-        pub reserved: [i32; 3],
+        pub bias_count: u16,
+        pub is_listed: u16,
+        pub bad_count: i32,
+        pub prompt_logprobs: i32,
     }
 
     #[derive(Default, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
@@ -147,12 +152,13 @@ structs! {
         pub tokens: Address,
         pub block_tables: Address,
         pub stop_tokens: Address,
+        pub rules: Address,
         pub slot_count: i32,
         pub token_width: i32,
         pub table_width: i32,
         pub stop_width: i32,
         pub trash_block: i32,
-        pub reserved: i32,
+        pub rule_width: i32,
     }
 
     #[derive(Default, bytemuck::Pod, bytemuck::Zeroable)]
@@ -258,8 +264,7 @@ structs! {
         pub logprob: f32,
         pub top_count: i32,
         pub step_id: u32,
-        /// `reserved` in the header. Only ranks of a group set it.
-        pub is_gathered: i32,
+        pub detail: i32,
     }
 
     #[derive(Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]

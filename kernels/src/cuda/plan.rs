@@ -57,10 +57,13 @@ const SEQUENCE_WORDS: usize = size_of::<PlanSequence>() / 4;
 const ADMISSION_WORDS: usize = size_of::<PlanAdmission>() / 4;
 const RUN_WORDS: usize = size_of::<PlanRun>() / 4;
 
+/// Bit of the last token of a bad word.
+const LAST_OF_WORD: u32 = 1 << 31;
+
 /// Returns the minimum words of a plan for `slots` slots.
 pub(super) fn words_min(slots: usize) -> usize {
-    // A run of one word for the tokens, blocks and stop tokens of each slot.
-    HEADER_WORDS + slots * (SEQUENCE_WORDS + ADMISSION_WORDS + 3 * (RUN_WORDS + 1)) + 8
+    // A run of one word for the tokens, blocks, stop tokens and rules of each slot.
+    HEADER_WORDS + slots * (SEQUENCE_WORDS + ADMISSION_WORDS + 4 * (RUN_WORDS + 1)) + 8
 }
 
 /// Words to be written to a slot's row in one of the pool's arrays.
@@ -79,15 +82,18 @@ pub(super) fn encode(
     extensions: &[Extension<'_>],
     drafts: &[KnownDrafts<'_>],
     sequences: &[StepRows],
-    words_max: usize,
+    (words_max, vocabulary): (usize, u32),
 ) -> Vec<Vec<u32>> {
-    let admitted: Vec<PlanAdmission> = admissions.iter().map(admission).collect();
+    let all_rules = admissions.iter().map(|it| Rules::new(it.sampling, vocabulary));
+    let rules: Vec<Rules> = all_rules.collect();
+    let admitted = admissions.iter().zip(&rules).map(|(new, rules)| admission(new, rules));
+    let admitted: Vec<PlanAdmission> = admitted.collect();
     let fixed =
         HEADER_WORDS + sequences.len() * SEQUENCE_WORDS + admitted.len() * ADMISSION_WORDS + 4;
     let mut plans = Vec::new();
     let mut runs = Vec::new();
     let mut left = words_max.saturating_sub(fixed);
-    for write in writes(admissions, extensions, drafts) {
+    for write in writes(admissions.iter().zip(rules), extensions, drafts) {
         let (mut first, mut words) = (write.first, &write.words[..]);
         while !words.is_empty() {
             if left <= RUN_WORDS {
@@ -105,8 +111,8 @@ pub(super) fn encode(
     plans
 }
 
-fn admission(admission: &Admission<'_>) -> PlanAdmission {
-    let Sampling { logprobs, stop_token_ids, min_tokens, .. } = admission.sampling;
+fn admission(admission: &Admission<'_>, rules: &Rules) -> PlanAdmission {
+    let Sampling { logprobs, prompt_logprobs, stop_token_ids, min_tokens, .. } = admission.sampling;
     let sampling = admission.sampling;
     // Stop tokens are only needed for masking them before `min_tokens`.
     let stops = if *min_tokens > 0 { stop_token_ids.len() } else { 0 };
@@ -131,18 +137,59 @@ fn admission(admission: &Admission<'_>) -> PlanAdmission {
             stop_count: stops as i32,
             logprobs: logprobs.map_or(-1, |count| count as i32),
             prompt_len: admission.prompt_len as i32,
-            reserved: [0; 3],
+            bias_count: rules.bias_count as u16,
+            is_listed: rules.is_listed.into(),
+            bad_count: rules.bad_count as i32,
+            prompt_logprobs: prompt_logprobs.map_or(0, |count| 1 + count as i32),
         },
     }
 }
 
+/// A slot's row of rules: biases, bad words, and the bitmask of the only allowed tokens.
+struct Rules {
+    bias_count: usize,
+    bad_count: usize,
+    is_listed: bool,
+    words: Vec<u32>,
+}
+
+impl Rules {
+    fn new(sampling: &Sampling, vocabulary: u32) -> Self {
+        let biases = sampling.logit_bias.iter();
+        let mut words: Vec<u32> =
+            biases.flat_map(|(token, bias)| [*token, bias.to_bits()]).collect();
+        let bias_count = words.len() / 2;
+        for word in &sampling.bad_words {
+            // Other words are in no output.
+            if word.iter().all(|token| *token < vocabulary)
+                && let Some((last, begin)) = word.split_last()
+            {
+                words.extend(begin);
+                words.push(last | LAST_OF_WORD);
+            }
+        }
+        let bad_count = words.len() - 2 * bias_count;
+        let is_listed = !sampling.allowed_token_ids.is_empty();
+        if is_listed {
+            let mut mask = vec![0; vocabulary.div_ceil(32) as usize];
+            for token in &sampling.allowed_token_ids {
+                if let Some(word) = mask.get_mut(*token as usize / 32) {
+                    *word |= 1 << (token % 32);
+                }
+            }
+            words.extend(mask);
+        }
+        Self { bias_count, bad_count, is_listed, words }
+    }
+}
+
 fn writes<'a>(
-    admissions: &'a [Admission<'_>],
+    admissions: impl Iterator<Item = (&'a Admission<'a>, Rules)> + 'a,
     extensions: &'a [Extension<'_>],
     drafts: &'a [KnownDrafts<'_>],
 ) -> impl Iterator<Item = SlotWrite> + 'a {
     let ids = |blocks: &[BlockId]| blocks.iter().map(|block| block.0).collect();
-    let admitted = admissions.iter().flat_map(move |admission| {
+    let admitted = admissions.flat_map(move |(admission, rules)| {
         let stops = match admission.sampling.min_tokens {
             0 => Vec::new(),
             _ => admission.sampling.stop_token_ids.clone(),
@@ -151,6 +198,7 @@ fn writes<'a>(
             (RunTarget::Tokens, admission.tokens.to_vec()),
             (RunTarget::Blocks, ids(admission.blocks)),
             (RunTarget::Stops, stops),
+            (RunTarget::Rules, rules.words),
         ]
         .map(|(target, words)| SlotWrite { target, slot: admission.slot, first: 0, words })
     });
@@ -258,6 +306,10 @@ mod tests {
             min_tokens: 2,
             stop_token_ids: vec![5, 6],
             logprobs: Some(3),
+            prompt_logprobs: Some(0),
+            logit_bias: vec![(7, -1.0)],
+            bad_words: vec![vec![8, 9], vec![41, 1], vec![3]],
+            allowed_token_ids: vec![1, 33, 77],
             ..Sampling::greedy()
         };
         let admission = Admission {
@@ -274,17 +326,23 @@ mod tests {
             StepRows { slot: 1, position: 64, rows: 3, samples: 3 },
         ];
         let drafts = KnownDrafts { slot: 1, length: 65, tokens: &[21, 22] };
-        let plans = encode(42, &[admission], &[extension], &[drafts], &sequences, 1000);
+        let plans = encode(42, &[admission], &[extension], &[drafts], &sequences, (1000, 40));
         let [plan] = &plans[..] else { panic!("{} plans", plans.len()) };
-        assert_eq!(plan[..10], [plan.len() as u32, 2, 5, 4, 1, 5, 16, 24, 48, 42]);
+        assert_eq!(plan[..10], [plan.len() as u32, 2, 5, 4, 1, 6, 16, 24, 48, 42]);
         assert_eq!(plan[16..24], [3, 2, 1, 0, 1, 3, 3, 2]);
         let occupant: PlanAdmission =
             bytemuck::pod_read_unaligned(bytemuck::cast_slice(&plan[24..48]));
         assert_eq!((occupant.slot, occupant.state.position, occupant.state.length), (3, 1, 3));
         assert_eq!((occupant.sampling.seed, occupant.sampling.logprobs), (1 << 40, 3));
         assert_eq!((occupant.sampling.stop_count, occupant.sampling.prompt_len), (2, 2));
+        let SlotSampling { bias_count, bad_count, is_listed, prompt_logprobs, .. } =
+            occupant.sampling;
+        assert_eq!((bias_count, bad_count, is_listed, prompt_logprobs), (1, 3, 1, 1));
         let tokens = [(0, 3, 0, 11), (0, 3, 1, 12), (0, 3, 2, 13)];
-        let rest = [(1, 3, 0, 7), (1, 3, 1, 9), (2, 3, 0, 5), (2, 3, 1, 6), (1, 1, 4, 7)];
+        let lists = [(1, 3, 0, 7), (1, 3, 1, 9), (2, 3, 0, 5), (2, 3, 1, 6)];
+        let words = [7, (-1_f32).to_bits(), 8, 9 | LAST_OF_WORD, 3 | LAST_OF_WORD, 2, 2];
+        let rules = (0..).zip(words).map(|(place, word)| (3, 3, place, word));
+        let rest: Vec<_> = lists.into_iter().chain(rules).chain([(1, 1, 4, 7)]).collect();
         let drafts = [(0, 1, 65, 21), (0, 1, 66, 22)];
         assert_eq!(applied(&plans), [&tokens[..], &rest[..], &drafts[..]].concat());
     }
@@ -305,10 +363,10 @@ mod tests {
         };
         let occupants = [occupant, Admission { slot: 1, ..occupant }];
         let sequences = [StepRows { slot: 1, position: 0, rows: 8, samples: 0 }];
-        let whole = applied(&encode(1, &occupants, &[], &[], &sequences, 1 << 20));
+        let whole = applied(&encode(1, &occupants, &[], &[], &sequences, (1 << 20, 40)));
         assert_eq!(whole.len(), 2 * 1063);
         for words_max in [words_min(2), 200, 777] {
-            let plans = encode(1, &occupants, &[], &[], &sequences, words_max);
+            let plans = encode(1, &occupants, &[], &[], &sequences, (words_max, 40));
             assert!(plans.len() > 1 && plans.iter().all(|plan| plan.len() <= words_max));
             assert_eq!(applied(&plans), whole);
             let (last, before) = plans.split_last().unwrap();

@@ -21,7 +21,7 @@ use super::{
 use crate::{
     backend::Backend,
     layout::Dtype,
-    sampling::{SampledToken, Sampling, TokenLogprobs},
+    sampling::{LISTED_TOKENS_MAX, LOGIT_BIASES_MAX, SampledToken, Sampling, TokenLogprobs},
     shard::cuts_between_runs,
 };
 
@@ -60,6 +60,11 @@ pub(super) struct Sampler {
 /// Returns the words of a row's token mask.
 pub(super) fn mask_words(limits: &BatchLimits) -> usize {
     limits.vocabulary.div_ceil(32) as usize
+}
+
+/// Returns the words of a slot's rules: biases, bad words, and allowed tokens.
+pub(super) fn rule_words(limits: &BatchLimits) -> usize {
+    2 * LOGIT_BIASES_MAX + LISTED_TOKENS_MAX + mask_words(limits)
 }
 
 impl Sampler {
@@ -180,17 +185,42 @@ impl Sampler {
     }
 }
 
-/// Returns the sampling kernels that a sequence needs beyond the argmax.
-pub(super) fn needs(sampling: &Sampling) -> i32 {
+/// Sampling kernels that a sequence needs.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct SampleNeeds {
+    /// Kernels beyond the argmax, for sampled tokens.
+    sampled: i32,
+    /// Length of a prompt whose log-probabilities are reported; 0 without them.
+    scored_len: u32,
+}
+
+impl SampleNeeds {
+    pub(super) fn new(sampling: &Sampling, prompt_len: u32) -> Self {
+        let scored_len = sampling.prompt_logprobs.map_or(0, |_| prompt_len);
+        Self { sampled: needs(sampling), scored_len }
+    }
+
+    /// Returns the needs of a step whose first row of the sequence is at `position`.
+    pub(super) fn at(&self, position: u32) -> i32 {
+        let scores = position + 1 < self.scored_len;
+        self.sampled | if scores { ffi::SAMPLE_LOGPROBS } else { 0 }
+    }
+}
+
+fn needs(sampling: &Sampling) -> i32 {
     let Sampling { temperature, top_k, top_p, logprobs, .. } = sampling;
     let has_penalty = sampling.repetition_penalty != 1.0
         || sampling.presence_penalty != 0.0
         || sampling.frequency_penalty != 0.0;
+    let has_rules = !sampling.logit_bias.is_empty()
+        || !sampling.allowed_token_ids.is_empty()
+        || !sampling.bad_words.is_empty();
     [
         (*temperature > 0.0, ffi::SAMPLE_DRAW),
         (*temperature > 0.0 && (*top_k > 0 || *top_p < 1.0), ffi::SAMPLE_CUT),
         (logprobs.is_some(), ffi::SAMPLE_LOGPROBS),
         (has_penalty, ffi::SAMPLE_PENALTIES),
+        (has_rules, ffi::SAMPLE_RULES),
     ]
     .iter()
     .fold(0, |all, (is_wanted, bit)| if *is_wanted { all | bit } else { all })
@@ -206,7 +236,8 @@ pub(super) fn outcome(
         0 => {
             let count = usize::try_from(result.top_count).unwrap_or(0);
             let top = top.iter().take(count).map(|top| (top.token as u32, top.logprob));
-            let logprobs = TokenLogprobs { chosen: result.logprob, top: top.collect(), rank: None };
+            let rank = (result.detail < 0).then_some(result.detail.unsigned_abs());
+            let logprobs = TokenLogprobs { chosen: result.logprob, top: top.collect(), rank };
             let logprobs = wants_logprobs.then_some(logprobs);
             SampleOutcome::Token(SampledToken { id: result.token as u32, logprobs, pooled: None })
         }

@@ -13,7 +13,10 @@ use grammar::{
     Alternative, CallSyntax, CallableTool, FreeText, Grammar, ParameterSyntax, ReasoningTags,
     ToolCalls,
 };
-use kernels::sampling::{LOGIT_BIAS_MAX, Pooling, STOP_TOKENS_MAX, Sampling};
+use kernels::sampling::{
+    LISTED_TOKENS_MAX, LOGIT_BIAS_MAX, LOGIT_BIASES_MAX, POOLED_LOGITS_MAX, Pooling,
+    STOP_TOKENS_MAX, Sampling,
+};
 use kv_transfer::api::{Epoch, PeerAddress};
 use proto::{ids::bits, v1};
 use xxhash_rust::xxh3::xxh3_128;
@@ -29,17 +32,11 @@ const SESSION_BYTES_MAX: usize = 256;
 const KEEP_MS_MAX: u64 = 600_000;
 const ENDPOINT_BYTES_MAX: usize = 262;
 const LOGPROBS_MAX: u32 = 20;
-/// Maximum number of tokens whose logits an attempt asks for.
-const POOLED_LOGITS_MAX: usize = 16;
 /// Maximum log-probabilities of a prompt: those of its tokens, and the best ones in the place of
 /// each. They take about 12 bytes each in the message of token 0.
 const PROMPT_LOGPROBS_MAX: u64 = 1 << 18;
-/// Maximum number of tokens with a bias.
-const LOGIT_BIASES_MAX: usize = 1024;
-/// Version of [`v1::Sampling`] that nodes on CPUs support, as announced in their records.
+/// Version of [`v1::Sampling`] that nodes support, as announced in their records.
 pub const SAMPLING_VERSION: u32 = 1;
-/// Maximum number of allowed tokens, and of tokens in all bad words.
-const LISTED_TOKENS_MAX: usize = 1 << 14;
 /// Upper bound of temperature and repetition penalty, far above useful values.
 const SAMPLING_MAGNITUDE_MAX: f32 = 100.0;
 /// Maximum absolute value of a penalty, as in OpenAI's API.
@@ -384,7 +381,7 @@ fn checked_words(
 fn checked_pooling(wire: v1::Pooling, limits: &AttemptLimits) -> Result<Pooling, Refusal> {
     let field = "attempt.sampling.pooling";
     if !limits.pooling {
-        return Err(invalid(field, "present", "absent on a node with GPUs or ranks"));
+        return Err(invalid(field, "present", "absent on a node with several ranks"));
     }
     let tokens = wire.logits;
     if tokens.len() > POOLED_LOGITS_MAX {
@@ -730,7 +727,7 @@ mod tests {
         assert_eq!(pooling, Some(Pooling::Hidden));
         assert_eq!(
             check(&limits).unwrap_err().to_string(),
-            "invalid attempt.sampling.pooling: present; expected absent on a node with GPUs or ranks"
+            "invalid attempt.sampling.pooling: present; expected absent on a node with several ranks"
         );
     }
 

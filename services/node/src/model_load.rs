@@ -45,7 +45,7 @@ pub(crate) struct Loaded {
     pub cpus: Vec<u32>,
     /// Reason why the CPU serves although the host has a GPU.
     pub cpu_fallback: Option<String>,
-    /// Whether the executor returns pooled values: only one rank on CPUs does.
+    /// Whether the executor returns pooled values: only one rank does.
     pub pooling: bool,
     /// Newest version of [`proto::v1::Sampling`] that the executor supports.
     pub sampling_version: u32,
@@ -219,9 +219,10 @@ fn load_weights(
         defaults,
         cpus,
         cpu_fallback,
-        pooling: tp == 1 && !is_gpu,
+        pooling: tp == 1,
         adapters,
-        sampling_version: if is_gpu { 0 } else { SAMPLING_VERSION },
+        // Exchanges of rules between GPUs were not tested.
+        sampling_version: if is_gpu && tp > 1 { 0 } else { SAMPLING_VERSION },
     };
     Ok((loaded, executor))
 }

@@ -293,8 +293,8 @@ fn check_output(front: &Front, model: &ServedModel, options: &Options) -> Result
         }
         // Without a node this is unknown, and the request waits for a node in its core.
         Some(_) if front.nodes.returns_pooled(&model.name) == Some(false) => {
-            "is served by nodes that compute on GPUs or in several ranks; allowed: a model whose \
-             nodes compute on a CPU with node.tp 1"
+            "is served by nodes that compute in several ranks or run an older release; allowed: a \
+             model whose nodes have node.tp 1"
         }
         _ => return Ok(()),
     };
@@ -311,8 +311,8 @@ fn check_sampling(
     let Some(field) = options.field_of_sampling() else { return Ok(Vec::new()) };
     // Without a node the version is unknown, and the request waits for a node in its core.
     if front.nodes.sampling_version(&model.name) == Some(0) {
-        let problem = "is not supported by the model's nodes, which compute on GPUs or run an \
-                       older release; allowed: with nodes that compute on a CPU";
+        let problem = "is not supported by the model's nodes, which have several GPUs or run an \
+                       older release; allowed: with nodes of one GPU or on a CPU";
         return Err(FieldError::new(field, problem));
     }
     model.text.bad_words(&options.bad_words)

@@ -179,7 +179,7 @@ async fn nodes_without_these_sampling_parameters_receive_none() {
     for field in &fields {
         let answer = ask(&cluster, field).await;
         assert_eq!((answer.status.as_u16(), &answer.error()["param"]), (400, &json!(field.0)));
-        assert!(answer.message().contains("nodes that compute on a CPU"), "{}", answer.message());
+        assert!(answer.message().contains("nodes of one GPU or on a CPU"), "{}", answer.message());
     }
     assert!(cluster.decode[0].calls().is_empty());
     let cluster = start(&[0, 1]).await;

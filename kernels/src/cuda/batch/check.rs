@@ -8,6 +8,7 @@ use crate::{
         plan::{Admission, KnownDrafts, StepRows},
     },
     layout::BLOCK_TOKENS,
+    sampling::{LISTED_TOKENS_MAX, LOGIT_BIASES_MAX},
 };
 
 impl DeviceBatch {
@@ -46,6 +47,14 @@ impl DeviceBatch {
             let count = sampling.stop_token_ids.len();
             let is_allowed = sampling.min_tokens == 0 || count <= stops as usize;
             check(is_allowed, "the number of stop tokens", count as u64, "the limit or fewer")?;
+            let (biases, listed) =
+                (sampling.logit_bias.len(), sampling.bad_words.iter().map(Vec::len).sum());
+            for (what, count, most) in [
+                ("the number of biases", biases, LOGIT_BIASES_MAX),
+                ("the number of tokens in bad words", listed, LISTED_TOKENS_MAX),
+            ] {
+                check(count <= most, what, count as u64, "the limit or fewer")?;
+            }
         }
         for KnownDrafts { slot, length, tokens } in input.known_drafts {
             let count = length.saturating_add(tokens.len() as u32);

@@ -5,6 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use super::pooled::PooledValues;
 use crate::cuda::{
     clock::DeviceClock,
     context::{Context, Event},
@@ -19,6 +20,7 @@ use crate::cuda::{
 pub struct DownloadBuffers {
     pub(super) results: (PinnedMemory<SampleResult>, Event),
     pub(super) top: (PinnedMemory<TopToken>, Event),
+    pub(super) pooled: (PinnedMemory<u8>, Event),
     pub(super) begin: Event,
     pub(super) end: Event,
     pub(super) mask_wait: MaskWait,
@@ -57,6 +59,7 @@ pub struct CudaFrame {
     pub(super) wants_logprobs: Vec<bool>,
     pub(super) results: CopyInFlight<SampleResult>,
     pub(super) top: Result<CopyInFlight<TopToken>, (PinnedMemory<TopToken>, Event)>,
+    pub(super) pooled: Result<(CopyInFlight<u8>, PooledValues), (PinnedMemory<u8>, Event)>,
     pub(super) begin: Event,
     pub(super) end: Event,
     pub(super) mask_wait: MaskWait,
@@ -90,7 +93,11 @@ impl Finished {
 }
 
 impl DownloadBuffers {
-    pub(super) fn new(context: &Arc<Context>, samples: usize) -> Result<Self, CudaError> {
+    pub(super) fn new(
+        context: &Arc<Context>,
+        samples: usize,
+        pooled_bytes: usize,
+    ) -> Result<Self, CudaError> {
         let top = samples * ffi::TOP_LOGPROBS_MAX;
         Ok(Self {
             results: (
@@ -99,6 +106,10 @@ impl DownloadBuffers {
             ),
             top: (
                 PinnedMemory::zeroed(context, "a step's log-probabilities", top)?,
+                Event::new(context)?,
+            ),
+            pooled: (
+                PinnedMemory::zeroed(context, "a step's pooled values", pooled_bytes)?,
                 Event::new(context)?,
             ),
             begin: Event::timed(context)?,
@@ -121,9 +132,10 @@ impl CudaFrame {
     }
 
     pub fn is_done(&self) -> Result<bool, CudaError> {
-        match &self.top {
-            Ok(top) => top.is_done(),
-            Err(_) => self.results.is_done(),
+        match (&self.pooled, &self.top) {
+            (Ok((pooled, _)), _) => pooled.is_done(),
+            (_, Ok(top)) => top.is_done(),
+            _ => self.results.is_done(),
         }
     }
 
@@ -131,6 +143,10 @@ impl CudaFrame {
     pub fn finish(self, clock: &mut DeviceClock) -> Result<Finished, CudaError> {
         let Self { wants_logprobs, begin, mut end, mask_wait, launched_at, .. } = self;
         // Waits for the stream's last copy first, so that the host blocks once.
+        let (pooled, values) = match self.pooled {
+            Ok((copy, values)) => (copy.finish()?, values),
+            Err(idle) => (idle, PooledValues::default()),
+        };
         let top = match self.top {
             Ok(top) => top.finish()?,
             Err(idle) => idle,
@@ -139,16 +155,23 @@ impl CudaFrame {
         let downloaded_at = Instant::now();
         let tops = top.0.chunks(ffi::TOP_LOGPROBS_MAX);
         let samples = results.0.iter().zip(tops).zip(&wants_logprobs);
-        let outcomes =
+        let mut outcomes: Vec<_> =
             samples.map(|((result, top), wants)| sample::outcome(result, top, *wants)).collect();
+        let bytes = values.bytes();
+        for (sample, values) in values.decode(&pooled.0[..bytes]) {
+            if let Some(SampleOutcome::Token(token)) = outcomes.get_mut(sample as usize) {
+                token.pooled = Some(values);
+            }
+        }
         let (began_at, ended_at) = clock.span(&begin, &mut end, launched_at, downloaded_at)?;
         let samples = wants_logprobs.len() as u64;
         let gathered = results.0.iter().take(wants_logprobs.len());
-        let rows_gathered = gathered.filter(|result| result.is_gathered == 1).count() as u64;
+        let rows_gathered = gathered.filter(|result| result.detail == 1).count() as u64;
         let waited = mask_wait.duration()?;
         let output = DownloadBuffers {
             results,
             top,
+            pooled,
             begin,
             end,
             mask_wait,

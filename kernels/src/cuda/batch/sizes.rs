@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::pooled_bytes;
 use crate::{
     cuda::{
         backend::CudaBackend,
@@ -28,8 +29,9 @@ pub(super) fn input_words(limits: &BatchLimits) -> usize {
     plan_words(limits) + 4 + limits.samples as usize * sample::mask_words(limits)
 }
 
-/// The ranges of [`BatchArraySizes`], the device copies of the upload buffers, and the sampler.
-type Ranges = (Vec<Range>, [Range; 2], Sampler);
+/// The ranges of [`BatchArraySizes`], the device copies of the upload buffers, the sampler, and the
+/// pooled values.
+type Ranges = (Vec<Range>, [Range; 2], Sampler, Range);
 
 pub(super) fn lay_out(
     memory: &DeviceMemory,
@@ -42,12 +44,13 @@ pub(super) fn lay_out(
         ranges.collect::<Result<_, _>>()?,
         [memory.cut(4 * input_words)?, memory.cut(4 * input_words)?],
         Sampler::new(memory, backend, limits)?,
+        memory.cut(pooled_bytes(limits))?,
     ))
 }
 
 /// Byte sizes of the arrays of pool and step, in the order of their structs.
 pub(super) struct BatchArraySizes {
-    pool: [usize; 5],
+    pool: [usize; 6],
     step: [usize; 14],
     table_width: usize,
     pages: usize,
@@ -67,6 +70,7 @@ impl BatchArraySizes {
             slots * tokens * 4,
             slots * table_width * 4,
             slots * limits.stops as usize * 4,
+            slots * sample::rule_words(limits) * 4,
         ];
         let step = [
             rows,
@@ -117,28 +121,29 @@ impl BatchArraySizes {
             tokens: at[2],
             block_tables: at[3],
             stop_tokens: at[4],
+            rules: at[5],
             slot_count: limits.slots as i32,
             token_width: limits.sequence_tokens as i32,
             table_width: self.table_width as i32,
             stop_width: limits.stops as i32,
             trash_block: blocks.block_count() as i32,
-            reserved: 0,
+            rule_width: sample::rule_words(limits) as i32,
         };
         let step = ffi::StepArrays {
-            row_tokens: at[5],
-            row_positions: at[6],
-            row_destinations: at[7],
-            row_sequences: at[8],
-            row_indptr: at[9],
-            page_indptr: at[10],
-            page_indices: at[11],
-            last_page_tokens: at[12],
-            kv_lengths: at[13],
-            sequence_slots: at[14],
-            sampled_rows: at[15],
-            sample_slots: at[16],
-            sample_masks: at[17],
-            counts: at[18],
+            row_tokens: at[6],
+            row_positions: at[7],
+            row_destinations: at[8],
+            row_sequences: at[9],
+            row_indptr: at[10],
+            page_indptr: at[11],
+            page_indices: at[12],
+            last_page_tokens: at[13],
+            kv_lengths: at[14],
+            sequence_slots: at[15],
+            sampled_rows: at[16],
+            sample_slots: at[17],
+            sample_masks: at[18],
+            counts: at[19],
             rows_max: limits.rows as i32,
             sequences_max: limits.slots as i32,
             pages_max: self.pages as i32,

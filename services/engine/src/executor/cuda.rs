@@ -31,14 +31,17 @@ use kernels::{
         Extension, Finished, GemmShape, KnownDrafts, SampleOutcome, StepInput, StreamDelays,
         TuningResult, TuningSettings, row_steps,
     },
-    sampling::STOP_TOKENS_MAX,
+    sampling::{Pooling, STOP_TOKENS_MAX},
 };
 use model::{Checkpoint, FeedForward, Limits, LoadProgress, ModelConfig, ModelError, Transformer};
 
 use self::graphs::{CaptureTarget, Graphs};
 pub use self::kv_size::{KvRoom, KvShare, kv_blocks};
 pub use self::rank::{CudaRank, join};
-use self::{rows::DeviceRows, shadow::CudaShadow};
+use self::{
+    rows::{DeviceRows, RowSamples},
+    shadow::CudaShadow,
+};
 use super::{
     CollectWaker, Executor, ExecutorError, ExecutorLimits, ModelMismatch, POLL_MAX, Speculation,
     WeightUpdate, batch::ScheduledRow, poll, worker::Worker,
@@ -168,7 +171,8 @@ impl CudaModel {
             total: context.device().memory_bytes,
             taken: context.taken_bytes(),
             free: context.free_bytes()?,
-            batch: DeviceBatch::bytes(&self.backend, &batch_limits(limits)) as u64,
+            batch: DeviceBatch::bytes(&self.backend, &batch_limits(limits, self.model.config()))
+                as u64,
         };
         kv_blocks(room, share, layout, tokens_min)
     }
@@ -210,8 +214,8 @@ pub struct CudaExecutor {
 struct LaunchedStep {
     step_id: u64,
     scheduled: Vec<ScheduledRow>,
-    /// Number of samples of each row that samples.
-    row_samples: usize,
+    /// The samples of each row.
+    samples: Vec<RowSamples>,
     /// The results of the plan's rows without their tokens.
     results: Vec<RowResult>,
     blocks: StreamStep,
@@ -222,7 +226,15 @@ struct LaunchedStep {
 struct AwaitingSampling {
     step_id: StepId,
     prepared: CudaStep,
+    outputs: SampleOutputs,
+}
+
+/// Values that a step returns beside its tokens.
+struct SampleOutputs {
+    /// Whether each sample has log-probabilities.
     wants_logprobs: Vec<bool>,
+    /// Samples with pooled values.
+    pooled: Vec<(u32, Pooling)>,
 }
 
 /// Work of the GPU that the worker waits for.
@@ -254,7 +266,7 @@ impl CudaExecutor {
         let speculation = speculation.map(|rules| Speculation { uniform: true, ..rules });
         let limits = ExecutorLimits { speculation, ..limits };
         check(model.config(), model.shard(), &kv, arena, limits)?;
-        let mut batch = DeviceBatch::new(&backend, kv, batch_limits(&limits))?;
+        let mut batch = DeviceBatch::new(&backend, kv, batch_limits(&limits, model.config()))?;
         let mut clock = DeviceClock::start(backend.context(), backend.compute())?;
         let parts = CaptureTarget {
             model: &mut model,
@@ -327,8 +339,11 @@ impl CudaExecutor {
         let step = self.rows.apply(plan, verified)?;
         let blocks = self.access.acquire(self.rows.blocks(&step));
         let blocks = blocks.map_err(|error| bad(error.to_string()))?;
-        let wants_logprobs = step.wants_logprobs.clone();
-        let (rows_min, dispatch) = self.graphs.dispatch(&step.sequences, verified);
+        let (rows_min, dispatch) = match step.pooled.is_empty() {
+            true => self.graphs.dispatch(&step.sequences, verified),
+            // A replay does not tell whether the hidden states lack their norm.
+            false => (0, Dispatch::Eager),
+        };
         let input = StepInput {
             step_id,
             admissions: &step
@@ -360,13 +375,13 @@ impl CudaExecutor {
                 })
                 .collect::<Vec<_>>(),
         };
+        let outputs = SampleOutputs { wants_logprobs: step.wants_logprobs, pooled: step.pooled };
         let results = step.scheduled.iter().map(|row| self.rows.unsampled(row)).collect();
         let scheduled = step.scheduled;
-        let row_samples = verified.max(1) as usize;
         self.launched.push_back(LaunchedStep {
             step_id,
             scheduled,
-            row_samples,
+            samples: step.samples,
             results,
             blocks,
             dispatch,
@@ -388,10 +403,10 @@ impl CudaExecutor {
                 let event = self.forwarded.pop().expect("there is an event per step in flight");
                 event.record(backend.compute())?;
                 self.batch.await_masks(backend)?;
-                self.awaiting = Some(AwaitingSampling { step_id, prepared, wants_logprobs });
+                self.awaiting = Some(AwaitingSampling { step_id, prepared, outputs });
                 return Ok(GpuJob::Forward(step_id, event));
             }
-            self.sample(&prepared, step_id, wants_logprobs).map(GpuJob::Frame)
+            self.sample(&prepared, step_id, outputs).map(GpuJob::Frame)
         })();
         self.worker.send(job.map_err(|error: CudaError| ExecutorError::from(error))?)
     }
@@ -400,11 +415,15 @@ impl CudaExecutor {
         &mut self,
         step: &CudaStep,
         step_id: StepId,
-        wants_logprobs: Vec<bool>,
+        SampleOutputs { wants_logprobs, pooled }: SampleOutputs,
     ) -> Result<CudaFrame, CudaError> {
         let backend = &self.backend;
         if step.samples() > 0 && step.rows() > 0 {
             self.batch.sample(backend, self.model.logits(), step)?;
+        }
+        if !pooled.is_empty() {
+            let values = (self.model.hidden(), self.model.logits());
+            self.batch.pool(backend, values, &pooled)?;
         }
         self.batch.end(backend, step_id, wants_logprobs)
     }
@@ -461,12 +480,14 @@ impl CudaExecutor {
         self.batch.recycle(finished.output);
         let mut outcomes = finished.outcomes.into_iter();
         let mut rows = launched.results;
-        for (row, scheduled) in rows.iter_mut().zip(&launched.scheduled) {
-            let samples = if scheduled.samples { launched.row_samples } else { 0 };
-            let outcomes: Vec<_> = outcomes.by_ref().take(samples).collect();
+        let scheduled = launched.scheduled.iter().zip(&launched.samples);
+        for (row, (scheduled, samples)) in rows.iter_mut().zip(scheduled) {
+            let given: Vec<_> = outcomes.by_ref().take(samples.given).collect();
+            let outcomes: Vec<_> = outcomes.by_ref().take(samples.sampled).collect();
             if !scheduled.is_late {
                 sampled(row, outcomes);
             }
+            scored(row, given);
             self.rows.collect(scheduled, row);
         }
         Ok(StepResult { step_id: launched.step_id, rows, busy, run })
@@ -506,13 +527,13 @@ impl Executor for CudaExecutor {
         self.masks_are_due = false;
         let launched =
             self.launched.back_mut().expect("the step that awaits bitmasks is in flight");
-        let masks = self.rows.supply(&mut launched.scheduled, masks, launched.row_samples);
+        let masks = self.rows.supply(&mut launched.scheduled, masks, &launched.samples);
         let masks = masks.map_err(bad)?;
         let _supplying = self.backend.library().range(c"supply", step_id);
         self.backend.context().bind()?;
-        let AwaitingSampling { prepared, wants_logprobs, .. } = awaiting;
+        let AwaitingSampling { prepared, outputs, .. } = awaiting;
         self.batch.supply(&self.backend, &prepared, &masks)?;
-        let frame = self.sample(&prepared, step_id, wants_logprobs)?;
+        let frame = self.sample(&prepared, step_id, outputs)?;
         self.worker.send(GpuJob::Frame(frame))
     }
 
@@ -593,6 +614,33 @@ fn admission(row: &crate::plan::AdmittedRow) -> Admission<'_> {
     }
 }
 
+/// Adds the log-probabilities of prompt tokens to a row's result.
+fn scored(result: &mut RowResult, outcomes: Vec<SampleOutcome>) {
+    for outcome in outcomes {
+        match outcome {
+            SampleOutcome::Token(token) => {
+                // Only prompt tokens have a rank.
+                let logprobs = token.logprobs.filter(|logprobs| logprobs.rank.is_some());
+                result.prompt_logprobs.extend(logprobs);
+            }
+            failed => result.failure = result.failure.take().or_else(|| failure(failed)),
+        }
+    }
+}
+
+/// Returns the reason why a sample has no token; `None` for draft tokens that are not accepted.
+fn failure(outcome: SampleOutcome) -> Option<RowFailure> {
+    match outcome {
+        SampleOutcome::BadLogit { token, value } => {
+            Some(RowFailure::Logits { reason: format!("invalid logit of token {token}: {value}") })
+        }
+        SampleOutcome::NoCandidate => {
+            Some(RowFailure::Sampling { reason: "every token is masked".to_owned() })
+        }
+        SampleOutcome::Token(_) | SampleOutcome::Rejected | SampleOutcome::NotDrafted => None,
+    }
+}
+
 /// Adds the outcomes of a row's samples to its result. The samples after the first verify draft
 /// tokens.
 fn sampled(result: &mut RowResult, outcomes: Vec<SampleOutcome>) {
@@ -600,22 +648,14 @@ fn sampled(result: &mut RowResult, outcomes: Vec<SampleOutcome>) {
         result.drafted += u32::from(index > 0 && outcome != SampleOutcome::NotDrafted);
         match outcome {
             SampleOutcome::Token(token) => result.tokens.push(token),
-            SampleOutcome::BadLogit { token, value } => {
-                let reason = format!("invalid logit of token {token}: {value}");
-                result.failure = Some(RowFailure::Logits { reason });
-            }
-            SampleOutcome::NoCandidate => {
-                let reason = "every token is masked".to_owned();
-                result.failure = Some(RowFailure::Sampling { reason });
-            }
-            SampleOutcome::Rejected | SampleOutcome::NotDrafted => {}
+            failed => result.failure = failure(failed).or(result.failure.take()),
         }
     }
 }
 
 /// Returns the limits of the device's batch. Steps in flight may add tokens to the longest
 /// sequence.
-fn batch_limits(limits: &ExecutorLimits) -> BatchLimits {
+fn batch_limits(limits: &ExecutorLimits, config: &ModelConfig) -> BatchLimits {
     BatchLimits {
         slots: limits.slots,
         sequence_tokens: limits.sequence_tokens + limits.depth + 1,
@@ -623,6 +663,7 @@ fn batch_limits(limits: &ExecutorLimits) -> BatchLimits {
         samples: limits.samples_max(),
         stops: STOP_TOKENS_MAX as u32,
         vocabulary: limits.vocabulary,
+        hidden: config.hidden_size as u32,
         depth: limits.depth,
     }
 }

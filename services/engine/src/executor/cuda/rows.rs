@@ -7,7 +7,9 @@ use kernels::{
     BLOCK_TOKENS,
     arena::RowBlocks,
     cuda::StepRows,
-    sampling::{STOP_TOKENS_MAX, TokenMask},
+    sampling::{
+        LISTED_TOKENS_MAX, LOGIT_BIASES_MAX, POOLED_LOGITS_MAX, Pooling, STOP_TOKENS_MAX, TokenMask,
+    },
 };
 
 use super::super::{
@@ -17,19 +19,23 @@ use super::super::{
 use crate::plan::{AdmittedRow, RowFailure, RowMask, RowResult, Slot, StepPlan};
 
 /// Upper bound on the top log-probabilities of a row.
-const LOGPROBS_MAX: u32 = 32;
+const LOGPROBS_MAX: usize = 32;
 
 /// A plan translated for the device.
 #[derive(Debug, Default)]
 pub(super) struct DeviceStep {
     /// The plan's rows, in its order.
     pub scheduled: Vec<ScheduledRow>,
+    /// The samples of each row of `scheduled`.
+    pub samples: Vec<RowSamples>,
     /// Rows that take part in the forward pass.
     pub sequences: Vec<StepRows>,
     /// Position of each sequence if no draft token of the steps in flight is accepted.
     positions_min: Vec<u32>,
     /// One entry for each sample.
     pub wants_logprobs: Vec<bool>,
+    /// Samples with pooled values.
+    pub pooled: Vec<(u32, Pooling)>,
     /// Indices of admitted rows that go to the device.
     pub admitted: Vec<usize>,
     /// Slots whose draft tokens are in the plan, in its order, and the length of each slot before
@@ -37,6 +43,15 @@ pub(super) struct DeviceStep {
     pub drafts: Vec<(Slot, u32)>,
     /// Indices of extensions, and the length of the block table before each.
     pub extended: Vec<(usize, u32)>,
+}
+
+/// Samples of a row in a step, in the order of the row's tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct RowSamples {
+    /// Prompt tokens whose log-probabilities are reported.
+    pub given: usize,
+    /// Samples of the next token, and of the tokens after draft tokens.
+    pub sampled: usize,
 }
 
 /// Index of a constrained sample, and its token bitmask if it was supplied in time.
@@ -75,7 +90,15 @@ impl DeviceRows {
                     format!("slot {slot} has {count} draft tokens; a step of its rows has {most}");
                 return Err(ExecutorError::BadPlan { step_id, reason });
             }
-            let Some(sequence) = self.sequence(row) else { continue };
+            let samples = match self.batch.row(row.slot).scores_prompt(row) {
+                true => row.token_count,
+                false => usize::from(row.samples) + row.draft_count,
+            };
+            let sequence = self.sequence(row, samples);
+            let sampled = if row.samples { verified.max(1) as usize } else { 0 };
+            let given = samples.saturating_sub(sampled);
+            step.samples.push(RowSamples { given, sampled });
+            let Some(sequence) = sequence else { continue };
             if is_known && row.draft_count > 0 {
                 let length = sequence.position + sequence.rows - row.draft_count as u32;
                 step.drafts.push((row.slot, length));
@@ -84,13 +107,15 @@ impl DeviceRows {
             // A constrained row has no draft tokens in earlier steps in flight.
             let unknown = if is_known { 0 } else { self.batch.unknown(row.slot) };
             step.positions_min.push((row.start - unknown) as u32);
-            if row.samples {
-                let wants_logprobs = self.batch.row(row.slot).sampling.logprobs.is_some();
-                let samples = verified.max(1) as usize;
-                step.wants_logprobs.extend(std::iter::repeat_n(wants_logprobs, samples));
-                if !is_known {
-                    self.batch.will_draft(row);
-                }
+            step.wants_logprobs.extend(std::iter::repeat_n(true, given));
+            let sampling = &self.batch.row(row.slot).sampling;
+            if let (true, Some(pooling)) = (row.samples, &sampling.pooling) {
+                step.pooled.push((step.wants_logprobs.len() as u32, pooling.clone()));
+            }
+            let wants_logprobs = sampling.logprobs.is_some();
+            step.wants_logprobs.extend(std::iter::repeat_n(wants_logprobs, sampled));
+            if row.samples && !is_known {
+                self.batch.will_draft(row);
             }
         }
         if !plan.awaits_masks {
@@ -136,25 +161,27 @@ impl DeviceRows {
         })
     }
 
-    /// Supplies the token bitmasks of the step applied last, which has `row_samples` samples for
-    /// each row that samples. Returns the bitmask of each constrained sample with the index of the
-    /// sample.
+    /// Supplies the token bitmasks of the step applied last. `samples` are those of each row.
+    /// Returns the bitmask of each constrained sample with the index of the sample.
     pub(super) fn supply(
         &mut self,
         scheduled: &mut [ScheduledRow],
         masks: Vec<RowMask>,
-        row_samples: usize,
+        samples: &[RowSamples],
     ) -> Result<Vec<SampleMask>, String> {
         self.batch.supply(scheduled, masks)?;
         self.sample(scheduled);
-        let sampled = (0..).step_by(row_samples).zip(scheduled.iter().filter(|row| row.samples));
-        let constrained = sampled.filter(|(_, row)| self.batch.row(row.slot).constrained);
-        let masks = constrained.flat_map(|(first, scheduled)| {
+        let (mut end, mut masks) = (0, Vec::new());
+        for (scheduled, samples) in scheduled.iter().zip(samples) {
+            let first = end + samples.given;
+            end = first + samples.sampled;
             let row = self.batch.row(scheduled.slot);
-            (0..1 + scheduled.draft_count)
-                .map(move |index| (first + index as u32, row.allowed.get(index).cloned()))
-        });
-        Ok(masks.collect())
+            if scheduled.samples && row.constrained {
+                let mask = |index| ((first + index) as u32, row.allowed.get(index).cloned());
+                masks.extend((0..1 + scheduled.draft_count).map(mask));
+            }
+        }
+        Ok(masks)
     }
 
     /// Returns the result of a row without its tokens.
@@ -170,13 +197,13 @@ impl DeviceRows {
     }
 
     /// Returns the row's part of the forward pass; `None` for a failed row.
-    fn sequence(&self, scheduled: &ScheduledRow) -> Option<StepRows> {
-        let ScheduledRow { slot, start, token_count, samples, draft_count, .. } = *scheduled;
-        self.batch.row(slot).failure.is_none().then(|| StepRows {
+    fn sequence(&self, scheduled: &ScheduledRow, samples: usize) -> Option<StepRows> {
+        let ScheduledRow { slot, start, token_count, .. } = *scheduled;
+        self.batch.row(slot).failure.is_none().then_some(StepRows {
             slot: slot.0,
             position: start as u32,
             rows: token_count as u32,
-            samples: u32::from(samples) + draft_count as u32,
+            samples: samples as u32,
         })
     }
 }
@@ -194,22 +221,20 @@ fn refusal(admitted: &AdmittedRow) -> Option<RowFailure> {
             "invalid stop_token_ids: {stops} with min_tokens; expected at most {STOP_TOKENS_MAX}"
         ));
     }
-    for (field, is_given) in [
-        ("prompt_logprobs", sampling.prompt_logprobs.is_some()),
-        ("logit_bias", !sampling.logit_bias.is_empty()),
-        ("allowed_token_ids", !sampling.allowed_token_ids.is_empty()),
-        ("bad_words", !sampling.bad_words.is_empty()),
-    ] {
-        if is_given {
-            return refused(format!("{field} is not supported on a GPU; expected a node on a CPU"));
-        }
-    }
-    match sampling.logprobs {
-        Some(count) if count > LOGPROBS_MAX => {
-            refused(format!("invalid logprobs: {count}; expected at most {LOGPROBS_MAX}"))
-        }
-        _ => None,
-    }
+    let bad_words = sampling.bad_words.iter().map(Vec::len).sum();
+    let pooled = match &sampling.pooling {
+        Some(Pooling::Logits(tokens)) => tokens.len(),
+        Some(Pooling::Hidden) | None => 0,
+    };
+    let found = [
+        ("pooling.logits", pooled, POOLED_LOGITS_MAX),
+        ("logprobs", sampling.logprobs.unwrap_or(0) as usize, LOGPROBS_MAX),
+        ("prompt_logprobs", sampling.prompt_logprobs.unwrap_or(0) as usize, LOGPROBS_MAX),
+        ("logit_bias", sampling.logit_bias.len(), LOGIT_BIASES_MAX),
+        ("bad_words", bad_words, LISTED_TOKENS_MAX),
+    ];
+    let (field, count, most) = found.into_iter().find(|(_, count, most)| count > most)?;
+    refused(format!("invalid {field}: {count}; expected at most {most}"))
 }
 
 #[cfg(test)]
@@ -343,10 +368,9 @@ mod tests {
         for sampling in [
             Sampling { temperature: f32::NAN, ..Sampling::greedy() },
             Sampling { logprobs: Some(33), ..Sampling::greedy() },
-            Sampling { prompt_logprobs: Some(0), ..Sampling::greedy() },
-            Sampling { logit_bias: vec![(1, 2.0)], ..Sampling::greedy() },
-            Sampling { allowed_token_ids: vec![1], ..Sampling::greedy() },
-            Sampling { bad_words: vec![vec![1]], ..Sampling::greedy() },
+            Sampling { prompt_logprobs: Some(33), ..Sampling::greedy() },
+            Sampling { logit_bias: vec![(1, 2.0); LOGIT_BIASES_MAX + 1], ..Sampling::greedy() },
+            Sampling { bad_words: vec![vec![1; LISTED_TOKENS_MAX + 1]], ..Sampling::greedy() },
             Sampling {
                 min_tokens: 1,
                 stop_token_ids: vec![1; STOP_TOKENS_MAX + 1],
@@ -391,7 +415,8 @@ mod tests {
         let mut step = rows.apply(&StepPlan { awaits_masks: true, ..both }, 0).unwrap();
         let allowed = Arc::new(TokenMask::new(vec![1], LIMITS.vocabulary));
         let mask = |slot| RowMask { slot: Slot(slot), length: 5, allowed: allowed.clone() };
-        let masks = rows.supply(&mut step.scheduled, vec![mask(0), mask(1)], 1).unwrap();
+        let masks =
+            rows.supply(&mut step.scheduled, vec![mask(0), mask(1)], &step.samples).unwrap();
         let [(0, Some(mask))] = &masks[..] else { panic!("{masks:?}") };
         assert!(Arc::ptr_eq(mask, &allowed));
     }
@@ -407,7 +432,8 @@ mod tests {
         let both = vec![occupant, admitted(1, 3, 0, &[1])];
         let both = plan(both, vec![row(0, 5, true), row(1, 3, true)]);
         let mut step = rows.apply(&StepPlan { awaits_masks: true, ..both }, 0).unwrap();
-        assert_eq!(rows.supply(&mut step.scheduled, vec![], 1).unwrap(), [(0, None)]);
+        let masks = rows.supply(&mut step.scheduled, vec![], &step.samples);
+        assert_eq!(masks.unwrap(), [(0, None)]);
         let late =
             |step: &DeviceStep| step.scheduled.iter().map(|row| row.is_late).collect::<Vec<_>>();
         assert_eq!(late(&step), [true, false]);
@@ -423,7 +449,7 @@ mod tests {
             (mask(1, 4), "slot 1 has a bitmask that no row awaits"),
         ] {
             assert_eq!(
-                rows.supply(&mut step.scheduled.clone(), vec![mask], 1).unwrap_err(),
+                rows.supply(&mut step.scheduled.clone(), vec![mask], &step.samples).unwrap_err(),
                 reason
             );
         }
@@ -451,7 +477,7 @@ mod tests {
         assert_eq!(used(&rows, &step), [(0, vec![3, 1], 1)]);
         let allowed = Arc::new(TokenMask::new(vec![1], LIMITS.vocabulary));
         let mask = RowMask { slot: Slot(0), length: 30, allowed };
-        let masks = rows.supply(&mut step.scheduled, vec![mask], 3).unwrap();
+        let masks = rows.supply(&mut step.scheduled, vec![mask], &step.samples).unwrap();
         assert_eq!(present(masks), [(0, true), (1, false), (2, false)]);
         let mut result = rows.unsampled(&step.scheduled[0]);
         result.tokens = vec![SampledToken { id: 9, logprobs: None, pooled: None }];
@@ -463,7 +489,7 @@ mod tests {
                 (&late.sequences[..], &late.drafts[..]),
                 (&[three(30)][..], &[(Slot(0), 31)][..])
             );
-            let masks = rows.supply(&mut late.scheduled, vec![], 3).unwrap();
+            let masks = rows.supply(&mut late.scheduled, vec![], &late.samples).unwrap();
             assert_eq!(present(masks), [(0, false), (1, false), (2, false)]);
             let result = rows.unsampled(&late.scheduled[0]);
             rows.collect(&late.scheduled[0], &result);
