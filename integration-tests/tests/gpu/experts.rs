@@ -254,7 +254,7 @@ fn with_sources<T>(
         [matrix(2 * size, shape.hidden, seed), matrix(shape.hidden, size, seed + 1)]
     };
     let shared_router = Scaled(Random { rows: 1, cols: shape.hidden, seed: 78 });
-    let has_router = shape.shared > 0 && shape.count % 2 == 0;
+    let has_router = shape.shared > 0 && shape.count.is_multiple_of(2);
     body(&Sources {
         router,
         shared_router: has_router.then_some(&shared_router),
@@ -287,7 +287,7 @@ fn compare(
     input: impl Fn(usize) -> Vec<f32>,
 ) {
     let gpu = gpu();
-    let choice = ExpertChoice::softmax(shape.chosen, shape.count % 2 == 0);
+    let choice = ExpertChoice::softmax(shape.chosen, shape.count.is_multiple_of(2));
     with_sources(shape, weights, router, |sources| {
         let mixture = (shape, choice);
         let (mut cuda, mut on_gpu) = gpu.backend_with(CudaOptions::new(weights), |backend| {
