@@ -43,7 +43,7 @@ if command -v "${CARGO:-cargo}" >/dev/null; then
         sed -n 's/.*"name":"gpu".*"executable":"\([^"]*\)".*/\1/p')
     mkdir -p "$folder"
     strip -o "$folder/gpu" "$program"
-    cp "$script" integration-tests/golden/smollm2_greedy.json "$folder/"
+    cp "$script" "$folder/"
     "${CARGO:-cargo}" build --locked --workspace --bins
     for binary in baton baton-bench baton-router baton-prefill-node baton-decode-node; do
         strip -o "$folder/$binary" "$target/debug/$binary"
@@ -72,7 +72,7 @@ fi
 golden="not run: no SmolLM2; run make model or set BATON_TEST_MODEL"
 for model in "${BATON_TEST_MODEL:-}" models/smollm2-135m/*.gguf "$folder"/*.gguf; do
     if [[ -e $model ]]; then
-        export BATON_TEST_MODEL=$model BATON_TEST_GOLDEN=${BATON_TEST_GOLDEN:-$folder/smollm2_greedy.json}
+        export BATON_TEST_MODEL=$model
         golden="run with $model"
         break
     fi

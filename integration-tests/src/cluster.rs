@@ -19,7 +19,10 @@ use proto::{
 use serde::Deserialize;
 use tonic::{service::interceptor::InterceptedService, transport::Channel};
 
-use crate::client::{Client, DEADLINE};
+use crate::{
+    client::{Client, DEADLINE},
+    cut_model::cut_model,
+};
 
 const READY_WITHIN: Duration = Duration::from_secs(60);
 const STOP_WITHIN: Duration = Duration::from_secs(20);
@@ -81,7 +84,7 @@ pub struct ClusterSpec {
 }
 
 impl ClusterSpec {
-    /// Returns one prefill and one decode node with the real model in f32.
+    /// Returns one prefill and one decode node with the cut model in f32.
     pub fn smollm2() -> Self {
         Self { model: smollm2(), ..Self::of(1, 1) }
     }
@@ -123,8 +126,13 @@ impl ClusterSpec {
     }
 }
 
-/// Returns the path of the model file that `make model` downloads.
+/// Returns the path of SmolLM2 with eight of its 30 layers, with which most tests compute.
 pub fn smollm2() -> PathBuf {
+    cut_model(&whole_smollm2(), &bin_dir())
+}
+
+/// Returns the path of the model file that `make model` downloads.
+pub fn whole_smollm2() -> PathBuf {
     let path = match std::env::var_os("BATON_TEST_MODEL") {
         Some(path) => PathBuf::from(path),
         None => Path::new(env!("CARGO_MANIFEST_DIR"))

@@ -1,4 +1,4 @@
-//! Reference outputs: greedy tokens of a f32 oracle for SmolLM2-135M-Instruct.
+//! Reference outputs: greedy tokens of f32 oracles for SmolLM2-135M-Instruct, whole and with eight of its layers.
 
 use serde::Deserialize;
 
@@ -19,17 +19,30 @@ pub struct GoldenRun {
     pub margins: Vec<f32>,
 }
 
-/// Reads the golden tokens from the file that `BATON_TEST_GOLDEN` names, otherwise from this crate.
-pub fn golden() -> Golden {
-    let own = concat!(env!("CARGO_MANIFEST_DIR"), "/golden/smollm2_greedy.json");
-    let path = std::env::var("BATON_TEST_GOLDEN").unwrap_or_else(|_| own.to_owned());
-    let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path}: {error}"));
-    serde_json::from_str(&text).unwrap_or_else(|error| panic!("{path}: {error}"))
+impl Golden {
+    /// Returns the run with the longest prompt.
+    pub fn longest(self) -> GoldenRun {
+        self.runs.into_iter().max_by_key(|run| run.prompt_ids.len()).expect("there are runs")
+    }
 }
 
-/// Returns the run with the longest prompt. It has many blocks to transfer and to cache.
+/// Returns the golden tokens of [`crate::cluster::smollm2`].
+pub fn golden() -> Golden {
+    parse(include_str!("../golden/cut_smollm2_greedy.json"))
+}
+
+/// Returns the golden tokens of [`crate::cluster::whole_smollm2`].
+pub fn whole_golden() -> Golden {
+    parse(include_str!("../golden/smollm2_greedy.json"))
+}
+
+fn parse(text: &str) -> Golden {
+    serde_json::from_str(text).expect("the golden file is valid")
+}
+
+/// Returns the run of [`golden`] with the longest prompt. It has many blocks to transfer and to cache.
 pub fn longest() -> GoldenRun {
-    golden().runs.into_iter().max_by_key(|run| run.prompt_ids.len()).expect("there are runs")
+    golden().longest()
 }
 
 /// Returns the run with this name.

@@ -11,6 +11,7 @@
 pub mod client;
 pub mod cluster;
 pub mod command;
+mod cut_model;
 pub mod etcd;
 pub mod golden;
 pub mod lines;

@@ -1,12 +1,13 @@
-//! Whole clusters generate the golden tokens in every configuration.
+//! Whole clusters generate the golden tokens in every configuration: of all of SmolLM2 in every number format, and of
+//! eight of its layers in every composition.
 
 use std::collections::BTreeSet;
 
 use anyhow::Result;
 use integration_tests::{
     client::{Client, greedy_body, salted_body},
-    cluster::{Cluster, ClusterSpec, busy_node},
-    golden::{GoldenRun, golden, longest},
+    cluster::{Cluster, ClusterSpec, busy_node, whole_smollm2},
+    golden::{GoldenRun, golden, longest, whole_golden},
 };
 use serde_json::json;
 
@@ -16,9 +17,14 @@ async fn client(spec: ClusterSpec) -> Result<(Cluster, Client)> {
     Ok((cluster, client))
 }
 
-/// Checks all runs one after the other.
-async fn check_each(client: &Client) -> Result<()> {
-    for run in golden().runs {
+/// Returns one prefill and one decode node with all layers of SmolLM2.
+fn whole() -> ClusterSpec {
+    ClusterSpec { model: whole_smollm2(), ..ClusterSpec::of(1, 1) }
+}
+
+/// Checks runs one after the other.
+async fn check_each(client: &Client, runs: Vec<GoldenRun>) -> Result<()> {
+    for run in runs {
         check(client, &run).await?;
     }
     Ok(())
@@ -32,8 +38,8 @@ async fn check(client: &Client, run: &GoldenRun) -> Result<()> {
 
 #[tokio::test]
 async fn one_prefill_and_one_decode_node() -> Result<()> {
-    let (cluster, client) = client(ClusterSpec::smollm2()).await?;
-    check_each(&client).await?;
+    let (cluster, client) = client(whole()).await?;
+    check_each(&client, whole_golden().runs).await?;
     // The decode node must have received KV.
     let received = cluster.decode[0].metric("baton_kv_transfer_bytes_total").await?;
     assert!(received > 0.0, "no KV was received");
@@ -51,14 +57,14 @@ const BF16_BLOCK_BYTES: u64 = BLOCK_TOKENS * 2 * 30 * 3 * 64 * 2;
 
 #[tokio::test]
 async fn bf16_matches_up_to_the_first_uncertain_token() -> Result<()> {
-    let (cluster, client) = client(ClusterSpec { dtype: "bf16", ..ClusterSpec::smollm2() }).await?;
-    for run in golden().runs {
+    let (cluster, client) = client(ClusterSpec { dtype: "bf16", ..whole() }).await?;
+    for run in whole_golden().runs {
         let sure = run.margins.iter().take_while(|margin| **margin >= CERTAIN_MARGIN).count();
         assert!(sure >= CERTAIN_TOKENS_MIN, "{}: only {sure} tokens are certain", run.name);
         let answer = client.complete(&greedy_body(&run.prompt_ids, run.output_ids.len())).await?;
         assert_eq!(answer.token_ids[..sure], run.output_ids[..sure], "{}", run.name);
         assert_eq!(answer.token_ids.len(), run.output_ids.len(), "{}", run.name);
-        if run.name == longest().name {
+        if run.name == whole_golden().longest().name {
             let blocks = (run.prompt_ids.len() as u64).div_ceil(BLOCK_TOKENS);
             assert_eq!(answer.kv_bytes, blocks * BF16_BLOCK_BYTES, "{answer:?}");
         }
@@ -71,10 +77,8 @@ const Q8_CERTAIN_MARGIN: f32 = 1.0;
 
 #[tokio::test]
 async fn q8_cluster_matches_a_single_engine() -> Result<()> {
-    let runs = golden().runs;
-    let of = |prefill, decode| {
-        ClusterSpec { dtype: "q8", ..ClusterSpec::smollm2() }.nodes(prefill, decode)
-    };
+    let runs = whole_golden().runs;
+    let of = |prefill, decode| ClusterSpec { dtype: "q8", ..whole() }.nodes(prefill, decode);
     let (alone, engine) = client(of(0, 1)).await?;
     let mut expected = Vec::new();
     for run in &runs {
@@ -88,7 +92,7 @@ async fn q8_cluster_matches_a_single_engine() -> Result<()> {
         assert_eq!(&answer.token_ids, expected, "{}", run.name);
         let sure = run.margins.iter().take_while(|margin| **margin >= Q8_CERTAIN_MARGIN).count();
         assert_eq!(answer.token_ids[..sure], run.output_ids[..sure], "{}", run.name);
-        if run.name == longest().name {
+        if run.name == whole_golden().longest().name {
             // KV is bf16, and all blocks were transferred.
             let blocks = (run.prompt_ids.len() as u64).div_ceil(BLOCK_TOKENS);
             assert_eq!(answer.kv_bytes, blocks * BF16_BLOCK_BYTES, "{answer:?}");
@@ -102,8 +106,8 @@ async fn q8_cluster_matches_a_single_engine() -> Result<()> {
 
 #[tokio::test]
 async fn text_and_token_prompts_give_the_reference_text() -> Result<()> {
-    let (cluster, client) = client(ClusterSpec::smollm2()).await?;
-    for run in golden().runs {
+    let (cluster, client) = client(whole()).await?;
+    for run in whole_golden().runs {
         let body = json!({"prompt": run.prompt, "max_tokens": run.output_ids.len(),
             "temperature": 0, "ignore_eos": true, "skip_special_tokens": false});
         let answer = client.post("/v1/completions", &body).await?;
@@ -118,7 +122,7 @@ async fn text_and_token_prompts_give_the_reference_text() -> Result<()> {
 async fn chunked_prefill_of_16_gives_the_golden_tokens() -> Result<()> {
     let spec = ClusterSpec::smollm2().set_prefill("BATON_NODE_CHUNK_TOKENS", 16);
     let (cluster, client) = client(spec).await?;
-    check_each(&client).await?;
+    check_each(&client, golden().runs).await?;
     cluster.stop()
 }
 

@@ -5,7 +5,7 @@
 //! | --- | --- |
 //! | `BATON_TEST_KERNELS` | path of the kernel library |
 //! | `BATON_TEST_NCCL` | path of the NCCL library; default: the loader's search path |
-//! | `BATON_TEST_MODEL`, `BATON_TEST_GOLDEN` | SmolLM2 as GGUF and its golden tokens |
+//! | `BATON_TEST_MODEL` | SmolLM2 as GGUF |
 //! | `BATON_TEST_CONFIG` | `config.json` of a model whose steps are timed |
 //! | `BATON_TEST_REFERENCE` | the folder that `gpu/transformers_reference.py` wrote on this GPU |
 //! | `BATON_TEST_BINARIES` | the folder of `baton` and the services, for cluster tests |

@@ -6,8 +6,8 @@ use anyhow::Result;
 use engine::event::{NewSequence, SequenceId};
 use integration_tests::{
     client::Client,
-    cluster::{Cluster, ClusterSpec},
-    golden::{GoldenRun, golden},
+    cluster::{Cluster, ClusterSpec, whole_smollm2},
+    golden::{GoldenRun, whole_golden},
 };
 use kernels::{
     WeightFormat,
@@ -26,15 +26,12 @@ use super::{
 /// The reference's margin from which rounding to bf16 cannot change the greedy token.
 const CERTAIN_MARGIN: f32 = 0.15;
 
-/// Opens SmolLM2 and reads its golden tokens. Skips the running test unless both are named.
+/// Opens SmolLM2 and reads its golden tokens. Skips the running test unless the model is named.
 fn smollm2() -> (Checkpoint, Vec<GoldenRun>) {
-    for name in ["BATON_TEST_MODEL", "BATON_TEST_GOLDEN"] {
-        if std::env::var_os(name).is_none() {
-            skip(format!("{name} does not name a file"));
-        }
+    if std::env::var_os("BATON_TEST_MODEL").is_none() {
+        skip("BATON_TEST_MODEL does not name a file");
     }
-    let model = integration_tests::cluster::smollm2();
-    (Checkpoint::open(model, LoadFormat::Auto).unwrap(), golden().runs)
+    (Checkpoint::open(whole_smollm2(), LoadFormat::Auto).unwrap(), whole_golden().runs)
 }
 
 /// Returns the run's sequence after the first `known` golden tokens.
@@ -106,7 +103,11 @@ pub(crate) fn smollm2_cluster_on_a_gpu_generates_the_golden_tokens_in_f32() {
     };
     let (_, runs) = smollm2();
     let gpu = vec![uuids[0].clone()];
-    let mut spec = ClusterSpec { gpus: vec![gpu.clone(), gpu], ..ClusterSpec::smollm2() };
+    let mut spec = ClusterSpec {
+        gpus: vec![gpu.clone(), gpu],
+        model: whole_smollm2(),
+        ..ClusterSpec::of(1, 1)
+    };
     spec = spec.set("BATON_NODE_DEVICE", "cuda").set("BATON_NODE_BLOCKS", "2000");
     if let Ok(kernels) = std::env::var("BATON_TEST_KERNELS") {
         spec = spec.set("BATON_NODE_KERNELS", &kernels);
