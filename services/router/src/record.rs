@@ -51,7 +51,27 @@ pub(crate) struct RequestRecord {
     /// The connection that the request arrived on.
     connection: ConnectionState,
     caller: Caller,
-    _running: InFlightRequest,
+    counted: Mutex<CountedRequest>,
+}
+
+/// Counts a request as waiting while one of its answers waits for a node, otherwise as running.
+struct CountedRequest {
+    waiting_answers: u32,
+    /// Changes the metrics when it is replaced or dropped.
+    in_flight_guard: InFlightRequest,
+}
+
+/// An answer that waits for a node, until the guard is dropped.
+pub(crate) struct WaitingAnswer<'a>(&'a RequestRecord);
+
+impl Drop for WaitingAnswer<'_> {
+    fn drop(&mut self) {
+        let mut counted = lock(&self.0.counted);
+        counted.waiting_answers -= 1;
+        if counted.waiting_answers == 0 {
+            counted.in_flight_guard = self.0.model.metrics.request_running();
+        }
+    }
 }
 
 #[derive(Default)]
@@ -113,7 +133,10 @@ impl RequestRecord {
             span: Span::none(),
             connection,
             caller,
-            _running: model.metrics.request_running(),
+            counted: Mutex::new(CountedRequest {
+                waiting_answers: 0,
+                in_flight_guard: model.metrics.request_running(),
+            }),
         }
     }
 
@@ -147,10 +170,20 @@ impl RequestRecord {
     /// Counts the request for this model from now on.
     pub(crate) fn set_model(&mut self, model: &Arc<ServedModel>) {
         if !Arc::ptr_eq(&self.model, model) {
-            self._running = model.metrics.request_running();
+            lock(&self.counted).in_flight_guard = model.metrics.request_running();
             self.model = model.clone();
             lock(&self.entry).model = model.name.clone();
         }
+    }
+
+    /// Counts an answer among those that wait for a node, until the guard is dropped.
+    pub(crate) fn waiting_answer(&self) -> WaitingAnswer<'_> {
+        let mut counted = lock(&self.counted);
+        if counted.waiting_answers == 0 {
+            counted.in_flight_guard = self.model.metrics.request_waiting();
+        }
+        counted.waiting_answers += 1;
+        WaitingAnswer(self)
     }
 
     /// Records that the fields were read and checked.

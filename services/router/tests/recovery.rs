@@ -478,6 +478,7 @@ async fn request_waits_for_busy_nodes() {
     // Waits until the request is between two tries.
     let waiting = async || cluster.metric("baton_requests", &["state=\"waiting\""]).await;
     eventually("the request waits", async || waiting().await == 1.0).await;
+    assert_eq!(cluster.metric("baton_requests", &["state=\"running\""]).await, 0.0);
     node.behave(Behaviour::Serve);
     let chunks = request.await.unwrap();
     assert_eq!(ids_of(&chunks, 0), expected());

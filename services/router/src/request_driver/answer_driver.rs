@@ -16,10 +16,7 @@ use router_core::{
     AnswerCore, AnswerOutput, AnswerSpec, AttemptOutcome, AttemptSide, EndedAttempt, FailureCause,
     FinishedAnswer, NodeFeedback, RecoveryPolicy, StartedAttempt, StopCause,
 };
-use telemetry::{
-    metrics::{InFlightRequest, KeyWaiting},
-    spans,
-};
+use telemetry::{metrics::KeyWaiting, spans};
 use text::{TextStream, TextStreamOptions, Tokenizer};
 use tokio::{
     sync::{Notify, watch},
@@ -34,7 +31,7 @@ use super::{
 use crate::{
     front::Front,
     nodes::{CallMessage, NodeCall, next_message},
-    record::RequestRecord,
+    record::{RequestRecord, WaitingAnswer},
     request::error::RequestError,
     wake::MovingTimer,
 };
@@ -54,7 +51,7 @@ pub(super) struct AnswerDriver<'a> {
     text: AnswerText,
     attempt: Option<OpenNodeCalls>,
     /// Counts the answer among those that wait for a node.
-    waiting: Option<(InFlightRequest, Option<KeyWaiting>)>,
+    waiting: Option<(WaitingAnswer<'a>, Option<KeyWaiting>)>,
     /// Wakes the answer, for example when its turn has come.
     woken: Arc<Notify>,
     node_changes: watch::Receiver<u64>,
@@ -154,10 +151,7 @@ impl<'a> AnswerDriver<'a> {
     /// Counts the answer in the metrics of waiting answers while it has a place among them.
     fn count_waiting(&mut self) {
         if self.core.is_waiting() != self.waiting.is_some() {
-            let counted = || {
-                let metrics = &self.request.model.metrics;
-                (metrics.request_waiting(), self.record.caller().waiting())
-            };
+            let counted = || (self.record.waiting_answer(), self.record.caller().waiting());
             self.waiting = self.core.is_waiting().then(counted);
         }
     }
