@@ -1,11 +1,13 @@
-//! Tests that docs/configuration.md lists every setting, and that the services report the metrics
-//! of docs/metrics.md. `make docs` writes the lists.
+//! Tests that docs/configuration.md lists every setting, that the services report the metrics of
+//! docs/metrics.md, and that docs/api.md names every field of the requests of OpenAI's and
+//! Anthropic's clients. `make docs` writes the first two lists.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     fmt::Write,
     fs,
     path::{Path, PathBuf},
+    process::Command,
 };
 
 use anyhow::{Context, Result, ensure};
@@ -13,6 +15,7 @@ use config::Section;
 use integration_tests::{
     client::Client,
     cluster::{Cluster, ClusterSpec},
+    command::output,
 };
 use serde_json::json;
 
@@ -211,4 +214,16 @@ async fn services_report_the_metrics_of_the_table() -> Result<()> {
     check_reported("metrics: router", router)?;
     check_reported("metrics: node", node)?;
     cluster.stop()
+}
+
+#[test]
+fn api_page_names_every_field_of_the_specifications() -> Result<()> {
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/api_fields.py");
+    let run = output(Command::new("python3").arg(script).arg(page("api.md")))?;
+    ensure!(
+        run.status.success(),
+        "{}(`make test` installs the clients; alone: PYTHONPATH=target/python)",
+        String::from_utf8_lossy(&run.stderr)
+    );
+    Ok(())
 }

@@ -236,13 +236,17 @@ fn length_limit(
 }
 
 /// Unsupported fields of chat requests.
-pub(super) const CHAT_UNSUPPORTED: [Unsupported; 6] = [
+pub(super) const CHAT_UNSUPPORTED: [Unsupported; 10] = [
     ("echo", &["false"]),
     ("functions", &["[]"]),
+    ("function_call", &["\"auto\"", "\"none\""]),
     ("audio", &[]),
     ("chat_template", &[]),
     ("documents", &["[]"]),
     ("modalities", &["[\"text\"]"]),
+    ("moderation", &[]),
+    ("verbosity", &["\"medium\""]),
+    ("web_search_options", &[]),
 ];
 
 /// Unsupported fields of completion requests.
