@@ -102,7 +102,7 @@ test-k8s: image image-etcd ## Install the Helm chart in such a cluster, upgrade,
 
 # Zig links against the C library of Debian 11, whatever this machine has, and the C++ library statically.
 dist: PROFILE = dist
-dist: deps ## A tarball and a Python wheel of the binaries, in target/dist (PROFILE=release: faster to build, larger).
+dist: deps kernels ## A tarball and a Python wheel of the binaries and CUDA kernels, in target/dist (PROFILE=release: faster to build, larger).
 	python3 -m pip install --quiet --disable-pip-version-check --upgrade --target $(TARGET)/zig \
 		'ziglang==0.17.1' 'cargo-zigbuild==0.24.0'
 	PATH=$(abspath $(TARGET)/zig/bin):$$PATH PYTHONPATH=$(abspath $(TARGET)/zig) $(CARGO) zigbuild --profile $(PROFILE) \

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Packs the four binaries as a tarball and as a Python wheel. The wheel holds no Python code: pip puts the binaries on the PATH.
+# Packs the four binaries and, once they are built, the CUDA kernels as a tarball and as a Python wheel. The wheel holds no
+# Python code: pip puts the binaries on the PATH. Its extra `cuda` adds NVIDIA's packages that nodes on GPUs load.
 #
 #   BATON_BIN   folder of the binaries, default target/release
 set -euo pipefail
@@ -17,6 +18,12 @@ for program in baton baton-router baton-prefill-node baton-decode-node; do
     [[ -x $bin/$program ]] || { echo "cannot pack $bin/$program: no such program; run make build" >&2; exit 1; }
     strip -o "$out/$folder/$program" "$bin/$program"
 done
+kernels=$target/kernels/libbaton_kernels.so
+if [[ -e $kernels ]]; then
+    strip -o "$out/$folder/${kernels##*/}" "$kernels"
+else
+    echo "packing without the CUDA kernels, because $kernels does not exist; make kernels builds it" >&2
+fi
 cp LICENSE "$out/$folder"
 python3 deploy/licenses.py >"$out/$folder/THIRD-PARTY"
 # The wheel's tag contains the oldest glibc with which the binaries start.
@@ -33,11 +40,14 @@ name = f"baton_llm-{version}"
 tag = f"py3-none-{platform}"
 files = {
     f"{name}.data/scripts/{path.name}": (path.read_bytes(), 0o100755)
-    for path in sorted(source.glob("baton*"))
+    for path in sorted([*source.glob("baton*"), *source.glob("lib*.so")])
 }
 texts = {
     "METADATA": "Metadata-Version: 2.1\nName: baton-llm\n"
-    f"Version: {version}\nSummary: Disaggregated LLM serving\nLicense: Apache-2.0\n",
+    f"Version: {version}\nSummary: Disaggregated LLM serving\nLicense: Apache-2.0\n"
+    # The CUDA release of deploy/kernels.sh, and the NCCL of docs/benchmarks.
+    "Provides-Extra: cuda\nRequires-Dist: nvidia-cublas==13.0.2.14; extra == 'cuda'\n"
+    "Requires-Dist: nvidia-nccl-cu13==2.28.9; extra == 'cuda'\n",
     "WHEEL": f"Wheel-Version: 1.0\nGenerator: deploy/dist.sh\nRoot-Is-Purelib: false\nTag: {tag}\n",
     **{f"licenses/{path}": (source / path).read_text() for path in ("LICENSE", "THIRD-PARTY")},
 }

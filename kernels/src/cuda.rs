@@ -80,6 +80,7 @@ mod memory;
 mod moves;
 mod nccl;
 mod offload;
+mod packages;
 mod packer;
 mod parallel;
 mod plan;

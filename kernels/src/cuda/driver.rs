@@ -1,6 +1,6 @@
 //! The CUDA driver and its GPUs, enumerated without creating a context.
 
-use std::{ffi::CStr, fmt};
+use std::{ffi::CStr, fmt, sync::OnceLock};
 
 use cudarc::{
     cublaslt::sys as cublaslt,
@@ -8,7 +8,10 @@ use cudarc::{
 };
 use libloading::Library;
 
-use super::error::{CudaError, CudaVersion, Named, reason};
+use super::{
+    error::{CudaError, CudaVersion, Named, reason},
+    nccl, packages,
+};
 
 /// CUDA version of the bindings; the driver may be newer.
 pub const CUDA_NEEDED: CudaVersion = CudaVersion(13000);
@@ -204,15 +207,22 @@ fn named(devices: Vec<Device>, name: &str) -> Result<Device, CudaError> {
 
 /// Returns whether cuBLASLt can be loaded.
 pub fn has_cublaslt() -> bool {
+    /// cuBLASLt of a Python package, which stays loaded: the loader then finds it by its name.
+    static OF_PACKAGE: OnceLock<Option<Library>> = OnceLock::new();
+
     // SAFETY: opens and closes a library by name.
-    unsafe { cublaslt::is_culib_present() }
+    let is_present = || unsafe { cublaslt::is_culib_present() };
+    let load = || {
+        let path = packages::of_this_environment("cu13/lib/libcublasLt.so.13")?;
+        // SAFETY: cuBLASLt's initializers are those of the C++ runtime.
+        unsafe { Library::new(path) }.ok()
+    };
+    is_present() || OF_PACKAGE.get_or_init(load).is_some() && is_present()
 }
 
 /// Returns whether NCCL can be loaded.
 pub fn has_nccl() -> bool {
-    // cudarc searches for other file names than the one that NCCL installs.
-    // SAFETY: NCCL's initializers only read NCCL's own settings.
-    unsafe { Library::new("libnccl.so.2") }.is_ok()
+    nccl::open_first(None).is_ok()
 }
 
 #[cfg(test)]

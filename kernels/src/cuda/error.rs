@@ -59,8 +59,8 @@ pub enum CudaError {
     )]
     RangeFull { what: &'static str, wanted: u64, left: u64 },
     #[error(
-        "cannot load {name}: library missing; install CUDA's runtime libraries, or add their folder to \
-         LD_LIBRARY_PATH"
+        "cannot load {name}: library missing; install CUDA's runtime libraries (in a Python environment: the \
+         extra `cuda` of Baton's wheel), or add their folder to LD_LIBRARY_PATH"
     )]
     LibraryMissing { name: &'static str },
     #[error(

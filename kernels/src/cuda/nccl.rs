@@ -16,7 +16,7 @@ use std::{
 use libloading::Library;
 
 pub use self::communicator::{Communicator, CommunicatorOptions, Piece, SendOrReceive};
-use super::{error::CudaError, library::text};
+use super::{error::CudaError, library::text, packages};
 
 /// NCCL's file name.
 const SONAME: &str = "libnccl.so.2";
@@ -201,7 +201,7 @@ pub struct Nccl {
 }
 
 impl Nccl {
-    /// Opens the file, or without a path the library that the system's loader finds. Needs no GPU.
+    /// Opens the file, or without a path the library that [`open_first`] finds. Needs no GPU.
     /// Needs [`NCCL_ENVIRONMENT`], because NCCL reads that setting from the environment only.
     pub fn open(file: Option<&Path>) -> Result<Arc<Self>, NcclError> {
         let library = open_first(file)?;
@@ -277,8 +277,11 @@ impl Nccl {
     }
 }
 
-fn open_first(file: Option<&Path>) -> Result<Library, NcclError> {
+/// Opens the file, or without a path the first NCCL of the system's loader, of usual folders and of
+/// Python packages.
+pub(super) fn open_first(file: Option<&Path>) -> Result<Library, NcclError> {
     let usual = FOLDERS.iter().map(|folder| Path::new(folder).join(SONAME));
+    let usual = usual.chain(packages::of_this_environment("nccl/lib/libnccl.so.2"));
     let candidates: Vec<PathBuf> = match file {
         Some(file) => vec![file.to_owned()],
         // For a bare name the system's loader searches its own folders.
