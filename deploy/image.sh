@@ -85,6 +85,7 @@ options=(--file deploy/image/Containerfile --tag "$name"
     --label "org.opencontainers.image.title=${name%%:*}"
     --label "org.opencontainers.image.version=$version"
     --label "org.opencontainers.image.revision=$(git describe --always --abbrev=40 --dirty)"
+    --label "org.opencontainers.image.created=$(date --utc --date="@$time" +%Y-%m-%dT%H:%M:%SZ)"
     --label "org.opencontainers.image.licenses=Apache-2.0")
 archive=$out/$kind.tar
 rm -f "$archive"
