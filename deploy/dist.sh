@@ -26,6 +26,7 @@ else
 fi
 cp LICENSE "$out/$folder"
 python3 deploy/licenses.py >"$out/$folder/THIRD-PARTY"
+python3 deploy/licenses.py spdx >"$out/$folder/sbom.spdx.json"
 # The wheel's tag contains the oldest glibc with which the binaries start.
 glibc=$(objdump -T "$out/$folder"/baton* | grep -oE 'GLIBC_2\.[0-9]+' | sort -uV | tail -1 | cut -d. -f2)
 
@@ -49,7 +50,7 @@ texts = {
     "Provides-Extra: cuda\nRequires-Dist: nvidia-cublas==13.0.2.14; extra == 'cuda'\n"
     "Requires-Dist: nvidia-nccl-cu13==2.28.9; extra == 'cuda'\n",
     "WHEEL": f"Wheel-Version: 1.0\nGenerator: deploy/dist.sh\nRoot-Is-Purelib: false\nTag: {tag}\n",
-    **{f"licenses/{path}": (source / path).read_text() for path in ("LICENSE", "THIRD-PARTY")},
+    **{f"licenses/{path}": (source / path).read_text() for path in ("LICENSE", "THIRD-PARTY", "sbom.spdx.json")},
 }
 files |= {f"{name}.dist-info/{path}": (text.encode(), 0o100644) for path, text in texts.items()}
 digest = lambda data: base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

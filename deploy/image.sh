@@ -44,6 +44,7 @@ if [[ $kind == etcd ]]; then
 else
     install -D -m 644 LICENSE "$docs/baton/LICENSE"
     python3 deploy/licenses.py >"$docs/baton/THIRD-PARTY"
+    python3 deploy/licenses.py spdx >"$docs/baton/sbom.spdx.json"
     install -D -m 644 /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/ca-certificates.crt"
 fi
 if [[ $kind == gpu ]]; then
