@@ -92,6 +92,7 @@ async fn invalid_field_is_rejected_with_its_value_and_the_allowed_ones() {
         ("model", json!(7), &["a string"]),
         ("logit_bias", json!([5]), &["an object from token ids to numbers"]),
         ("logit_bias", json!({"five": 1}), &["key", "token ids"]),
+        ("logit_bias", json!({"5": 1, "05": 2}), &["the token 5 twice"]),
         ("logit_bias", json!({"5": 101}), &["has 101", "-100 to 100"]),
         ("logit_bias", json!({"49152": 1}), &["49152", "ids below 49152"]),
         ("allowed_token_ids", json!("5"), &["a list of token ids"]),

@@ -299,7 +299,10 @@ pub(crate) fn checked_bias(
         return Err(FieldError::new(field, problem));
     }
     biases.sort_unstable_by_key(|(id, _)| *id);
-    biases.dedup_by_key(|(id, _)| *id);
+    if let Some(pair) = biases.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+        let problem = format!("names the token {} twice; allowed: each token once", pair[0].0);
+        return Err(FieldError::new(field, problem));
+    }
     Ok(biases)
 }
 
