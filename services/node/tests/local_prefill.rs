@@ -600,6 +600,8 @@ async fn stranger_learns_and_changes_nothing() {
                 $client.set_draining(drain.clone()).await.err(),
                 $client.reset_prefix_cache(reset.clone()).await.err(),
                 $client.trace(v1::TraceRequest::default()).await.err(),
+                $client.load_adapter(v1::LoadAdapterRequest::default()).await.err(),
+                $client.unload_adapter(v1::UnloadAdapterRequest::default()).await.err(),
                 $weights.begin(v1::BeginWeightsRequest::default()).await.err(),
                 $weights.commit(v1::CommitWeightsRequest::default()).await.err(),
                 $weights.abort(v1::AbortWeightsRequest::default()).await.err(),
