@@ -35,7 +35,7 @@ SECTIONS = {
 # Parts of Kubernetes' own objects, which the API server checks.
 OBJECTS = ("resources", "affinity", "nodeSelector", "labels", "podLabels", "annotations", "podAnnotations", "volume", "podSecurityContext", "securityContext")
 STRINGS = ("hosts", "hostnames", "endpoints", "accessModes")
-FRACTIONS = ("pendingSeconds", "kvUsage")
+FRACTIONS = ("waitSeconds", "busy", "kvUsage")
 # Not 0: no metric of a pool without nodes would tell that the pool is needed.
 POSITIVE = ("min", "max", "count")
 PORTS = ("http", "grpc")

@@ -179,6 +179,7 @@ DASHBOARDS = {
             f"{rate('baton_attempts_total', where=FAILED_ATTEMPT)}"
             f" / clamp_min(sum(rate(baton_attempts_total{{{OF_MODEL}}}[$__rate_interval])), 1e-9)", "of all")]),
         ("Waiting requests", "short", [(total("baton_requests", where='state="waiting"'), "waiting")]),
+        ("Predicted wait for busy nodes", "s", [(f"max by (role) (baton_queue_predicted_time_seconds{{{OF_MODEL}}})", "{{role}}")]),
         ("Cached blocks known to routers", "short", [(total("baton_nodes_cached_blocks", "role", labels=ALL, function="max"), "{{role}}")]),
         ("Wait in the router", "s", quantiles("baton_request_queue_time_seconds")),
         ("Refused requests", "per second", [(rate("baton_requests_refused_total", "reason"), "{{reason}}")]),

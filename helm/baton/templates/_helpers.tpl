@@ -252,9 +252,12 @@ Transport between pods with GPUs. A container cannot map the memory of another c
 {{- .Values.transfer.config.transport | default (empty .Values.gpu.rdma.resource | ternary "tcp" "nccl") -}}
 {{- end -}}
 
-{{- /* KEDA trigger: (list $ "query" threshold). */ -}}
+{{- /* KEDA trigger: (list $ "query" threshold), or with a metric type other than AverageValue: (list $ "query" threshold "Value"). */ -}}
 {{- define "baton.trigger" -}}
 type: prometheus
+{{- if gt (len .) 3 }}
+metricType: {{ index . 3 }}
+{{- end }}
 metadata:
   serverAddress: {{ (index . 0).Values.monitoring.prometheus | quote }}
   query: {{ index . 1 | quote }}

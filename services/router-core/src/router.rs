@@ -11,7 +11,7 @@ use std::{
 
 use cluster::{
     BreakerChange, Directory, DirectoryAction, DirectoryInput, Failed, Health, Member, NoNode,
-    NodeRecord, NodeRequirements, Picked, RequiredCapacity, Selection,
+    NodeRecord, NodeRequirements, Picked, RequiredCapacity, Role, Selection,
 };
 use proto::ids::TransferId;
 use weight_transfer::WeightVersion;
@@ -74,6 +74,8 @@ pub enum RouterOutput {
 struct ModelQueue {
     queue: FairQueue<AnswerId>,
     sessions: FlowSessions,
+    /// Role of the nodes that were busy at the last pick that found no node.
+    busy: Option<Role>,
 }
 
 /// The state that all requests of a router share. See the crate's description for the life of an
@@ -214,6 +216,13 @@ impl RouterCore {
     /// Returns the number of answers that wait for a node.
     pub fn waiting(&self) -> u32 {
         self.waiting.total()
+    }
+
+    /// Returns the predicted time until the answers that wait for a node of the model are served,
+    /// and the role of the nodes that were busy at the last pick.
+    pub fn queue_time(&self, model: &str, now: Instant) -> Option<(Role, Duration)> {
+        let ModelQueue { queue, busy, .. } = self.models.get(model)?;
+        busy.map(|role| (role, queue.queue_time(now)))
     }
 
     /// Returns the predicted time until the answers that wait are served, in seconds.
@@ -361,7 +370,15 @@ impl RouterCore {
         if let RequiredCapacity::Start { headroom } = &mut requirements.capacity {
             *headroom = self.model(model).queue.is_over_share(now, &flow.name);
         }
-        let picked = self.directory.pick(now, transfer_id, &requirements)?;
+        let picked = match self.directory.pick(now, transfer_id, &requirements) {
+            Ok(picked) => picked,
+            Err(reason) => {
+                if let NoNode::Busy { role, .. } = reason {
+                    self.model(model).busy = Some(role);
+                }
+                return Err(reason);
+            }
+        };
         let prompt =
             StartedPrompt { tokens: requirements.tokens, uncached_tokens: picked.uncached_tokens };
         let queue = &mut self.model(model).queue;

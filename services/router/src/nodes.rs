@@ -15,6 +15,7 @@ use std::{
         Arc, Mutex, MutexGuard,
         atomic::{AtomicBool, Ordering},
     },
+    time::{Duration, Instant},
 };
 
 use cluster::{
@@ -291,6 +292,17 @@ impl Nodes {
             }
         }
         self.count_cached_blocks();
+    }
+
+    fn measure_queues(&self) {
+        let now = Instant::now();
+        for Served { model, .. } in self.0.served.iter() {
+            let busy = self.0.router.with(|core| core.queue_time(model, now));
+            for role in Role::ALL {
+                let time = busy.filter(|(busy, _)| *busy == role).map_or(Duration::ZERO, |it| it.1);
+                self.0.metrics.set_queue_time(model, role.as_str(), time);
+            }
+        }
     }
 
     fn count_cached_blocks(&self) {

@@ -285,9 +285,7 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         limit: StartLimit,
     ) -> Result<(), TooLate> {
         let (is_missed, wait_max) = (limit.is_missed(), limit.wait_max());
-        let waited =
-            self.waiting_since.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
-        if !is_missed && waited < wait_max.mul_f64(WAITED_MIN) {
+        if !is_missed && self.waited(now) < wait_max.mul_f64(WAITED_MIN) {
             return Ok(());
         }
         let wait = self.wait(flow).unwrap_or_default();
@@ -330,6 +328,20 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         let weights: f64 = waiting.map(|flow| flow.weight).sum();
         let share = if flow.queue.is_empty() { 1.0 } else { flow.weight / weights };
         Some(seconds((flow.queued_cost / (rate * share)).min(all / rate)))
+    }
+
+    /// Returns the predicted time until the queued requests are served. While nothing runs, the
+    /// rate is unknown: then it is the time for which requests have been waiting.
+    pub fn queue_time(&self, now: Instant) -> Duration {
+        if self.is_empty() {
+            return Duration::ZERO;
+        }
+        self.drain_time(None).unwrap_or_else(|| self.waited(now))
+    }
+
+    /// Returns the time for which requests have been waiting without a break.
+    fn waited(&self, now: Instant) -> Duration {
+        self.waiting_since.map_or(Duration::ZERO, |at| now.saturating_duration_since(at))
     }
 
     pub(super) fn running(&self) -> u32 {

@@ -343,6 +343,7 @@ fn predicted_wait_is_the_time_of_the_requests_that_come_first() {
     assert_eq!(scene.queue.wait(&flood).unwrap().as_secs(), 25);
     assert_eq!(scene.queue.drain_time(None).unwrap().as_secs(), 25);
     assert_eq!(scene.queue.drain_time(Some(&flood.name)).unwrap().as_secs(), 25);
+    assert_eq!(scene.queue.queue_time(scene.now).as_secs(), 25);
     // A new flow waits for one request of the other flow.
     assert!(scene.queue.wait(&other).unwrap() <= Duration::from_millis(250));
     let high = Flow { priority: 1, ..key("high") };

@@ -30,6 +30,8 @@ use super::{
     role_label,
 };
 
+const QUEUES_MEASURED_EVERY: Duration = Duration::from_secs(1);
+
 /// A model that this router serves. Nodes of other models are not used.
 #[derive(Clone, Debug)]
 pub(crate) struct Served {
@@ -103,6 +105,7 @@ impl DirectoryWatch {
     async fn run(mut self, mut members: MemberWatch, stop: CancellationToken) {
         self.nodes.count_nodes();
         let mut members_end = false;
+        let mut queues_due = tokio::time::interval(QUEUES_MEASURED_EVERY);
         loop {
             let deadline = self.nodes.0.router.with(|core| core.next_deadline());
             let due = async {
@@ -124,6 +127,7 @@ impl DirectoryWatch {
                     self.nodes.count_cached_blocks();
                 }
                 () = next_round => self.set_up_connections(),
+                _ = queues_due.tick() => self.nodes.measure_queues(),
                 () = due => self.nodes.0.router.with(|core| core.handle_deadline(Instant::now())),
                 () = self.nodes.0.router.node_outputs() => {}
             }

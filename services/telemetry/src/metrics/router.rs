@@ -243,6 +243,8 @@ instruments! {
             "Exclusions of nodes by this router, by role and reason";
         cached_blocks: Gauge<u64>, (), + "role" => "baton.nodes.cached_blocks",
             "Cached KV blocks known to this router, by role";
+        queue_time: Gauge<f64>, (), + "gen_ai.request.model" + "role" => "baton.queue.predicted_time" "s",
+            "Predicted time until the waiting requests are served, by model and by role of the busy nodes";
     }
 }
 
@@ -363,6 +365,12 @@ impl RouterMetrics {
 
     pub fn set_cached_blocks(&self, role: &'static str, count: usize) {
         self.of_nodes.cached_blocks.record_with(count as u64, (), &[KeyValue::new("role", role)]);
+    }
+
+    pub fn set_queue_time(&self, model: &str, role: &'static str, time: Duration) {
+        let model = KeyValue::new("gen_ai.request.model", model.to_owned());
+        let attributes = [model, KeyValue::new("role", role)];
+        self.of_nodes.queue_time.record_with(time.as_secs_f64(), (), &attributes);
     }
 
     /// Records the time from the prefill node's token to the decode node's first token.
