@@ -187,7 +187,7 @@ persistentVolumeClaim: {claimName: {{ include "baton.name" (list . "cache") }}}
 {{- end -}}
 {{- end -}}
 
-{{- /* The ConfigMap of a component and its PodDisruptionBudget, if it can have two replicas. Fields as of baton.pod. */ -}}
+{{- /* The ConfigMap of a component and, if the component can have two or more replicas, its PodDisruptionBudget. Fields as of baton.pod. */ -}}
 {{- define "baton.around" -}}
 {{- $selector := not .model | ternary (list .root .component) (list .root .component .model) -}}
 apiVersion: v1
