@@ -270,7 +270,7 @@ pub struct ExpertShape {
     pub hidden: usize,
     /// Width of the intermediate layer of the rank's part of an expert.
     pub size: usize,
-    /// That width of the shared expert; 0: there is none.
+    /// Width of the intermediate layer of the rank's part of the shared expert; 0 without one.
     pub shared: usize,
 }
 

@@ -7,10 +7,10 @@
 // Small tiles give every SM an equal share of the weights, and large tiles read x and the weight less often. The order of
 // a sum over k does not depend on the tile: a row's results have the same bits in any company.
 //
-// Weights in FP8 (e4m3) are multiplied in FP8. x is a number in FP8 (one part), or the sum of two (two parts), which lose
-// nothing of bf16: the parts are two rows of the 64 that wgmma multiplies. gate and up write x of down in the same form,
-// with a factor for each 64 columns. The tensor cores keep about 14 bits of a sum in FP8, so each slice starts with zero
-// and is added to f32 sums.
+// With weights in FP8 (e4m3), wgmma multiplies in FP8. An element of x is one FP8 number (one part), or the sum of two
+// FP8 numbers (two parts), which keeps the precision of bf16. The two parts are two of the 64 rows of a wgmma. gate and
+// up write x of down in the same form, with a factor for every 64 columns. The tensor cores keep about 14 bits of a sum
+// in FP8. So the sum of each slice starts at zero and is then added to a sum in f32.
 //
 // With `pdl` down fills its ring with weights before the preceding kernel has completed: the lists are older.
 #include <cuda.h>
@@ -30,11 +30,11 @@ constexpr int kGroupRows = 64;  // rows of shared memory that a warpgroup multip
 constexpr int kLoaders = 128;
 constexpr int kSmem = 227 * 1024;
 constexpr int kStagesMost = 12;
-constexpr int kFactorColumns = 64;  // columns of x of down with one factor
+constexpr int kFactorColumns = 64;  // columns of x of down that share a factor
 constexpr float kLowFactor = 1.f / 32.f;  // of the second part of x
 constexpr int kManyRows = 40;  // rows of an expert, on average, above which large tiles are faster
 
-// ROWS: rows of x in shared memory; N: weight rows; PARTS: of x in FP8, 0 for bf16.
+// ROWS: rows of x in shared memory; N: weight rows; PARTS: parts of x in FP8, 0 for bf16.
 template <int ROWS, int N, int PARTS>
 struct Shape {
   static constexpr bool kIsFp8 = PARTS > 0;
@@ -203,7 +203,7 @@ __device__ __forceinline__ void fetch_scales(const baton_expert_gemm_args& p, Ow
   }
 }
 
-// Returns the first results of group `block` of eight weight rows.
+// Returns the index of the thread's first result for group `block` of eight weight rows.
 template <class S>
 __device__ __forceinline__ constexpr int result_at(int block, int half) {
   return (block * S::kOwn + half) * 2;
@@ -266,7 +266,7 @@ __device__ __forceinline__ void store_fp8(const baton_expert_gemm_args& p, const
     const int64_t position = item.position + own_row<S>(half);
     float* to = p.factors + position * p.factor_stride + item.tile;
     if (valid && c == 0) *to = factor.scale;
-    // The last slice of down may have one half.
+    // The last slice of down may have only one half with columns: the factor of the other half is zero.
     if (valid && c == 1 && (item.tile + 1) * S::kHalf >= p.n / 2 && item.tile + 1 < p.factor_stride) to[1] = 0.f;
     uint32_t words[S::kParts][4];
 #pragma unroll
@@ -336,8 +336,8 @@ __device__ __forceinline__ void load_items(const baton_expert_gemm_args& p, cons
     }
     pdl_wait_and_release();
   }
-  // Looks up the rows of the next item while the loads of an item are in flight. Eight rows of shared memory have the
-  // first parts of rows of x, and the next eight the second parts.
+  // Looks up the rows of the next item while the loads of an item are in flight. With two parts, eight rows of shared
+  // memory hold the first parts of rows of x, and the next eight hold the second parts.
   auto row_of = [&](int i) { return S::kParts == 2 ? 8 * i + (r & 7) : 16 * i + r; };
   int assignments[OWN];
   auto fetch_assignments = [&](const Item& of) {
@@ -397,7 +397,7 @@ __device__ __forceinline__ void add_slice(const Ring<S>& ring, int group, bool i
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Multiplies a slice in FP8 and adds it to `sums`. `factors`: of the thread's rows for the halves of the slice.
+// Multiplies a slice in FP8 and adds it to `sums`. `factors`: those of the slice's halves, for each stage and row.
 template <class S, bool GATE_UP>
 __device__ __forceinline__ void add_slice_fp8(const Ring<S>& ring, int group, const float2 (*factors)[S::kRows],
                                               float (&sums)[S::kN / 2 / S::kParts]) {

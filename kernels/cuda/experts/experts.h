@@ -16,9 +16,9 @@ typedef struct {
   const float *squares; /* null, or as in baton_skinny_gemm_args: x lacks the scale of its norm */
   const void *router;   /* bf16 [experts][hidden] */
   float *logits;        /* null: x times the router; else f32 [rows][experts], which is overwritten, and x is not read */
-  const float *bias;    /* null, or [experts]: added to the scores for the choice */
+  const float *bias;    /* null, or [experts]: added to the scores for the choice; weights do not include it */
   void *split;          /* null, or FP8 [rows][2][hidden]: x as the sum of two parts, times `scales`; null with `logits` */
-  int32_t *expert_of;   /* [rows][count]: experts of each row, by falling score */
+  int32_t *expert_of;   /* [rows][count]: experts of each row, by falling score plus bias */
   float *weights;       /* [rows][count] */
   float *scales;        /* [rows]: scales of the rows of x, or of `split`; not written with `logits` */
   int32_t *offsets;     /* [experts + 1]: first position of each expert, and the number of assignments */
@@ -32,9 +32,10 @@ typedef struct {
   int32_t count;   /* 1 to BATON_EXPERTS_CHOSEN_MAX, at most `experts` */
   int32_t is_normalized; /* whether a row's weights are divided by their sum */
   int32_t is_sigmoid;    /* scores: 0: softmax over the logits; 1: sigmoid of each logit */
-  int32_t groups;        /* of neighbouring experts; 1 to 32, a divisor of `experts` */
-  int32_t groups_chosen; /* groups with experts of a row: those with the greatest sums of their two best scores */
-  float scale;           /* of the weights */
+  int32_t groups;        /* number of groups of neighbouring experts; 1 to 32, a divisor of `experts` */
+  int32_t groups_chosen; /* groups of which a row may choose experts: those with the greatest sums of their two best
+                            scores, with bias */
+  float scale;           /* factor of the weights */
   int32_t reserved;
 } baton_route_args;
 
@@ -47,18 +48,18 @@ typedef struct {
   const void *weight;    /* bf16 or, with weight_scales, FP8 (e4m3) [n][depth] of expert 0, contiguous */
   int64_t weight_stride; /* elements from one expert's weight to the next, a multiple of 8 */
   const void *x;         /* bf16 [rows][x_stride] (gate and up), or [rows * count][x_stride] by position (down);
-                            with weight_scales FP8 of this shape with `parts` lines for each row */
+                            with weight_scales, FP8 of this shape with `parts` rows for each row of x */
   int64_t x_stride;
   const float *scales;   /* gate and up: null, or a factor of each row of x; not null with weight_scales */
-  void *out;             /* gate and up: bf16 [rows * count][n / 2] by position, silu(gate) * up, with
-                            weight_scales as x of down; down: bf16 [rows * count][n] by assignment */
+  void *out;             /* gate and up: bf16 [rows * count][n / 2] by position, silu(gate) * up; with
+                            weight_scales, in the form of x of down; down: bf16 [rows * count][n] by assignment */
   int64_t out_stride;
   const int32_t *offsets; /* of baton_route */
   const int32_t *order;
   const float *weight_scales;   /* null, or f32 [n] of expert 0: the scale of each row of the weight */
   int64_t weight_scales_stride; /* from one expert to the next */
-  float *factors;        /* with weight_scales: f32 [rows * count][factor_stride] by position: a factor of each 64 columns
-                            between gate and up, which write them, and down, which reads them */
+  float *factors;        /* with weight_scales: f32 [rows * count][factor_stride] by position: a factor for every 64
+                            columns of x of down; gate and up write the factors, down reads them */
   int32_t rows;
   int32_t experts;
   int32_t count;
@@ -84,7 +85,7 @@ typedef struct {
   const float *norm;    /* with residual: the weight of its norm */
   void *out;            /* bf16 [rows][width] */
   const void *shared;   /* null, or bf16 [rows][width]: the shared expert's outputs */
-  const void *shared_router; /* null: the weight of `shared` is 1; else bf16 [width], and the weight is a sigmoid */
+  const void *shared_router; /* null: the weight of `shared` is 1; else bf16 [width]: sigmoid(x * shared_router) */
   const void *x;        /* bf16 [rows][x_stride]: the inputs of shared_router; may be `out` */
   int64_t x_stride;
   float eps;
@@ -93,8 +94,8 @@ typedef struct {
   int32_t width; /* a multiple of 8 */
 } baton_combine_args;
 
-/* Adds the outputs times their weights in the order of the slots, the shared expert last, in f32. With residual as
- * baton_add_rms_norm, where the sum is the delta, which is not rounded. With null, out gets the sum. */
+/* Adds the outputs times their weights in the order of the slots, the shared expert last, in f32. With `residual`, the
+ * sum is the delta of baton_add_rms_norm, but is not rounded before the addition. Without, `out` gets the sum. */
 BATON_API int32_t baton_combine_experts(const baton_combine_args *args, void *stream);
 
 #endif

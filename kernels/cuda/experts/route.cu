@@ -3,7 +3,7 @@
 //
 // Few rows: a cluster of 8 CTAs computes the logits of 16 rows, each CTA those of some experts, and each CTA chooses the
 // experts of two rows. The CTA that arrives last lists the assignments; the list does not depend on the order of
-// arrival. Many rows: cuBLAS computes the logits, a warp chooses for a row, and a CTA lists the rows of an expert.
+// arrival. Many rows: cuBLAS computes the logits, one warp per row chooses, and one CTA per expert lists the rows.
 #include "experts.h"
 
 #include "device.cuh"
@@ -16,12 +16,12 @@ constexpr int kCluster = 8, kTileRows = 16;
 constexpr int kRowsOfCta = kTileRows / kCluster;
 constexpr int kRouteWarps = 8, kListWarps = 32;
 constexpr int kOwned = BATON_EXPERTS_MAX / WARP;  // experts of a lane, at most
-constexpr float kSumMin = 1e-20f, kSoftmaxSumMin = 1e-12f;  // bounds of the sum of a row's scores, as on CPUs
+constexpr float kSumMin = 1e-20f, kSoftmaxSumMin = 1e-12f;  // prevent a division by zero, as on CPUs
 constexpr int kAssignmentsMax = kRouteWarps * UINT16_MAX;  // a warp counts its part in 16 bits
 
 // ---- Choice of experts ----
 
-// Returns a number with the order of `value`, never 0.
+// Returns an integer key with the order of `value`. The key is never 0.
 __device__ __forceinline__ unsigned key_of(float value) {
   const unsigned bits = __float_as_uint(value);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -58,8 +58,8 @@ __device__ __forceinline__ void find_scores(const baton_route_args& p, const flo
   for (int i = 0; i < OWNED; ++i) scores[i] /= sum;
 }
 
-// Removes the experts outside of the groups with the greatest sums of their two best experts. `values` has room for the
-// row's experts.
+// Sets the keys of experts outside of the chosen groups to 0. Chosen are the groups with the greatest sums of their two
+// best scores with bias. `values`: scratch memory for the row's experts.
 template <int OWNED>
 __device__ __forceinline__ void keep_groups(const baton_route_args& p, const float (&biased)[OWNED], float* values,
                                             unsigned (&keys)[OWNED]) {
@@ -88,13 +88,13 @@ __device__ __forceinline__ void keep_groups(const baton_route_args& p, const flo
   }
 }
 
-// One warp chooses the experts of a row and overwrites its logits. Lane i has the expert of slot i.
+// One warp chooses the experts of a row and overwrites the row's logits. Lane i returns the expert of slot i.
 template <int OWNED>
 __device__ int choose(const baton_route_args& p, float* logits, int row) {
   const int lane = threadIdx.x % WARP;
   float scores[OWNED], biased[OWNED];
   find_scores(p, logits, scores);
-  // Keys have the order of the scores with bias. 0: chosen before, or no expert.
+  // Keys have the order of score plus bias. 0: chosen before, in no chosen group, or no expert.
   unsigned keys[OWNED];
 #pragma unroll
   for (int i = 0; i < OWNED; ++i) {
@@ -252,7 +252,7 @@ __device__ __forceinline__ void store_to(int cta, const void* address, float val
       : "memory");
 }
 
-// Half of a CTA's threads split a row of x into two parts in FP8. Returns the row's factor.
+// Each half of a CTA's threads splits one row of x into two parts in FP8. Returns the row's factor.
 __device__ float split_row(const baton_route_args& p, int row, bool valid, float (&most_of)[kRouteWarps]) {
   constexpr int kThreads = kRouteWarps * WARP / kRowsOfCta, kWarps = kThreads / WARP;
   const int thread = threadIdx.x % kThreads, first_warp = threadIdx.x / kThreads * kWarps;

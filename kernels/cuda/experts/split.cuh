@@ -1,4 +1,5 @@
-// x in FP8: rounded, or the sum of two numbers, which loses nothing of bf16: x = scale * (high + low / 32).
+// x in FP8: rounded to one number, or as the sum of two numbers: x = scale * (high + low / 32). The sum keeps the
+// precision of bf16.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -11,13 +12,13 @@ struct Fp8Factor {
   float scale, inverse;
 };
 
-// Returns a power of two, so that the largest magnitude becomes a number from 128 to 256.
+// Returns a power of two as the factor: the largest magnitude, `most`, divided by it is a number from 128 to 256.
 __device__ __forceinline__ Fp8Factor split_factor(float most) {
   const int exponent = max(__float_as_int(most) >> 23, 27);  // the inverse is finite
   return {__int_as_float((exponent - 7) << 23), __int_as_float((261 - exponent) << 23)};
 }
 
-// Returns the factor with which the largest magnitude becomes the greatest number.
+// Returns the factor by which the largest magnitude, `most`, is divided to get the greatest FP8 number.
 __device__ __forceinline__ Fp8Factor whole_factor(float most) {
   constexpr float kGreatest = 448.f;
   const float scale = most > 0.f ? fmaxf(most / kGreatest, 1e-30f) : 1.f;

@@ -122,7 +122,8 @@ typedef struct {
  * ([rows][(query_heads + 2 * kv.head_count) * head_dim], T = kv->dtype; queries, keys, values):
  *   1. bias added (null: none; [that width]),
  *   2. an RMS norm of each query and key head (`query_norm`, `key_norm` [head_dim]; both or neither
- *      null), or, with `norms_all_heads`, of all query heads and of all key heads (weights of these widths),
+ *      null); with `norms_all_heads`, one norm over all query heads and one over all key heads (`query_norm`
+ *      [query_heads * head_dim], `key_norm` [kv.head_count * head_dim]),
  *   3. RoPE: pairs (i, i + rotary_dim/2) of query and key heads rotated by positions[row] * frequencies[i], an f32
  *      product (`frequencies` [rotary_dim/2], radians per position; null: no rotation),
  *   4. keys and values written to destinations[row] = block * 16 + token in block, queries to
@@ -143,7 +144,7 @@ typedef struct {
   int32_t query_heads;
   int32_t layer;
   int32_t rows;
-  int32_t rotary_dim; /* a multiple of 8 up to head_dim */
+  int32_t rotary_dim; /* dimensions of a head that are rotated: a multiple of 8 up to head_dim */
   int32_t norms_all_heads;
 } baton_rope_args;
 BATON_API int32_t baton_rope_store_kv(const baton_kv *kv, const baton_rope_args *args, void *stream);
@@ -233,12 +234,13 @@ typedef struct {
   int32_t stop_count;  /* length of the slot's row of `stop_tokens` */
   int32_t logprobs;    /* -1: none; else this many alternatives, at most BATON_TOP_LOGPROBS_MAX */
   int32_t prompt_len;  /* output index = tokens before - prompt_len */
-  /* The slot's row of `rules`: bias_count pairs of a token and an f32 bias; bad_count tokens of bad words, the last token
-   * of each word with bit 31 set; if is_listed, a bitmask [ceil(vocabulary / 32)] of the only allowed tokens. */
+  /* The slot's row of `rules` has three parts in this order: bias_count pairs of a token and an f32 bias; bad_count
+   * tokens of bad words, where bit 31 marks the last token of each word; if is_listed, a bitmask
+   * [ceil(vocabulary / 32)] of the allowed tokens. */
   uint16_t bias_count;
   uint16_t is_listed;
   int32_t bad_count;
-  int32_t prompt_logprobs; /* 0: none; else prompt tokens are reported, with one alternative fewer than this number */
+  int32_t prompt_logprobs; /* 0: none; n: log-probabilities of prompt tokens, with n - 1 alternatives each */
 } baton_sampling;
 
 /* 16 bytes. */
@@ -481,7 +483,7 @@ typedef struct {
   float logprob;    /* of the chosen token, when the slot asks for log-probabilities */
   int32_t top_count;
   uint32_t step_id;
-  int32_t detail; /* 1: the row's logits were gathered from all ranks; below 0: minus the rank of a given token */
+  int32_t detail; /* 1: the row's logits were gathered from all GPU ranks; below 0: minus the given token's rank */
 } baton_sample_result;
 
 typedef struct {
@@ -516,9 +518,9 @@ typedef struct {
 /* Chooses a token for every sample of `step` by its slot's baton_sampling, with the rules, tie-breaks and
  * random numbers of the CPU. The token becomes tokens[slot][position + 1] and the slot's length grows by one
  * when that place is the first unknown one (no draft or scored row); a failed sample marks its slot, whose
- * later samples repeat the status. The sample of a slot with prompt_logprobs whose next token is in the prompt is given:
- * it reports this token, its log-probability and its rank, and ignores the other settings. A setting whose bit is missing in `needs` counts as not set: without DRAW every row
- * is greedy. */
+ * later samples repeat the status. In a slot with prompt_logprobs, a sample whose next token is still in the prompt has
+ * a given token: the sample reports this prompt token with its log-probability and its rank, and ignores the other
+ * settings. A setting whose bit is missing in `needs` counts as not set: without DRAW every row is greedy. */
 BATON_API int32_t baton_sample(const baton_pool *pool, const baton_step *step,
                                const baton_sample_args *args, void *stream);
 

@@ -1,8 +1,8 @@
 // Between the QKV GEMM and attention, in one pass: bias, head norms, RoPE, KV store.
 //
 // One warp processes several heads of a row, one after another, because their angles are equal. A lane holds adjacent
-// dimensions and their rotary partners, so RoPE needs no shuffles and loads are wide. Dimensions that are not rotated
-// are pairs, too.
+// dimensions and their rotary partners, so RoPE needs no shuffles and loads are wide. Dimensions without
+// rotation are held as pairs, too.
 #include <utility>
 
 #include "device.cuh"
@@ -31,7 +31,7 @@ struct alignas(sizeof(T) * COUNT) Neighbours {
   T values[COUNT];
 };
 
-// Returns the factor of the norm of all `count` values, of which each warp reads some. All threads of the CTA call.
+// Returns the factor of the RMS norm over `count` values. All threads of the CTA must call this function.
 template <class T>
 __device__ float factor_of_all(const T* values, const float* bias, int count, float eps, float* memory) {
   float sum = 0.f;
@@ -210,7 +210,7 @@ BATON_API int32_t baton_rope_store_kv(const baton_kv* kv, const baton_rope_args*
     shape.norm_eps = args->norm_eps;
     // Few rows need many CTAs; many rows save angle computations with fewer CTAs.
     const int heads = shape.query_heads + 2 * shape.kv_heads;
-    // A norm of all heads is computed before any query is overwritten.
+    // One CTA per row, so that the norm over all heads is computed before any query is overwritten.
     const bool is_split = args->rows < ROWS_MANY && !shape.norms_all_heads;
     const dim3 grid(args->rows, is_split ? divide_up(heads, HEADS) : 1);
     return with_dtype(kv->dtype, [&](auto element) {

@@ -75,7 +75,8 @@ __device__ bool ends_with(const Arguments& in, const Sample& sample, const uint3
   return true;
 }
 
-// One CTA per sample: allowed tokens, without the last token of each bad word whose other tokens end the output.
+// One CTA per sample. The bitmask starts with the listed tokens, or with all tokens. The last token of a bad word is
+// removed if the output ends with the other tokens of the word.
 __global__ void __launch_bounds__(SLICE_THREADS) rules_kernel(const Arguments in) {
   constexpr uint32_t IS_LAST = 1u << 31;
   pdl_wait_and_release();

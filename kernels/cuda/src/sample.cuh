@@ -7,7 +7,7 @@
 // weights. `survey`, `weigh` and `gather` have one CTA per slice. A kernel that no row of the step needs
 // (baton_sample_args.needs) is not launched:
 //   history  (sample.cu, penalties) counts prompt and output tokens of the sequences with penalties.
-//   rules    (sample.cu, rules) writes a bitmask of the tokens that allowed tokens and bad words leave.
+//   rules    (sample.cu, rules) writes a bitmask of the tokens that allowed_token_ids and bad_words permit.
 //   survey   (sample.cu, always) applies bitmasks, min_tokens, penalties and biases, and finds the greatest logit and
 //            non-finite logits. Without draws and log-probabilities, the last CTA of a row to finish writes the token.
 //   weigh    (sample_draw.cu, draws and log-probabilities) draws a token by exponential arrival times. With top-k or
@@ -54,7 +54,7 @@ struct Survey {
   int best_id;
   int bad;              // like raw_bad, of the adjusted logits
   float bad_value;
-  float given;          // raw logit of the sample's given token, if the rank has this token; else -infinity
+  float given;          // raw logit of the sample's given token, if the GPU rank has this token; else -infinity
 };
 
 // The token of a slice with the earliest arrival time.
@@ -85,7 +85,7 @@ struct Sample {
   int position;
   int output_len;
   int mask;
-  int given;  // the prompt token that follows; -1: a token is sampled
+  int given;  // the next token of the prompt, which is reported instead of sampled; -1: a token is sampled
   bool is_min_masked;
   bool is_penalised;
   bool is_ruled;  // has allowed tokens or bad words
@@ -99,7 +99,7 @@ struct Sample {
 // A rank's contribution to a row's log-probabilities.
 struct Reported {
   float raw;  // raw logit of the chosen token, if the rank has this token
-  int greater;  // the rank's tokens with a greater logit than a given token
+  int greater;  // number of the GPU rank's tokens with a greater logit than the given token
   struct {
     int id;
     float logit;
@@ -115,13 +115,13 @@ struct Scratch {
   float* totals;       // [samples][RUNS_MAX]: sum of weights of each run
   float* raw_totals;   // [samples][RUNS_MAX]: the same of raw logits, for log-probabilities
   uint64_t* list;      // [samples][LIST_MAX]
-  int32_t* list_count; // [samples]; of a given token: the number of tokens with a greater logit
+  int32_t* list_count; // [samples]; with a given token: the number of tokens with a greater logit
   int32_t* bounds;     // [samples]: bits of the earliest arrival so far, rounded up
   uint64_t* distances; // [samples][ranks][LEVELS]: sum over a bin's weights of their distance below the bin's greatest
   uint32_t* numbers;   // [samples][ranks][LEVELS]: number of tokens in each bin
   Cut* cuts;           // [samples]
   uint32_t* arrivals;  // [samples]: finished slices; zero between calls
-  uint32_t* allowed;   // [samples][ceil(vocabulary / 32)]: tokens that the rules of a sample leave
+  uint32_t* allowed;   // [samples][ceil(vocabulary / 32)]: tokens that the rules of a sample permit
   int32_t* listed;     // [samples]: listed tokens of all ranks; only with tensor parallelism
   Reported* reported;  // [samples][ranks]; only with tensor parallelism
 };
@@ -200,7 +200,7 @@ __device__ inline const float* values_of(const Arguments& in, const Sample& samp
   return sample.is_adjusted ? adjusted_row(in, index) : raw_row(in, index);
 }
 
-// Returns the row's bitmask of the tokens that its rules leave.
+// Returns the row's bitmask of the tokens that its rules permit.
 __device__ inline uint32_t* allowed_row(const Arguments& in, int index) {
   return in.scratch.allowed + static_cast<int64_t>(index) * ((in.args.vocabulary + 31) / 32);
 }

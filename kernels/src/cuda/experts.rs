@@ -30,7 +30,7 @@ const FEW_ROWS_MAX: usize = 256;
 
 /// Columns of the activations in FP8 that have one factor.
 const FACTOR_COLUMNS: usize = 64;
-/// Parts of inputs in FP8 of few rows, which lose nothing of bf16.
+/// Number of FP8 parts whose sum is an input, with few rows. Two keep the precision of bf16.
 const PARTS: usize = 2;
 
 /// Intermediate values of a mixture of experts. An assignment is a row and one of its experts.
@@ -52,7 +52,7 @@ pub struct CudaExperts {
     order: Range,
     /// i32: CTAs that have arrived.
     arrivals: Range,
-    /// bf16 `[assignments][size]`, or up to `PARTS` lines of FP8 for each assignment, by expert.
+    /// bf16 `[assignments][size]`, or up to `PARTS` rows in FP8 for each assignment; by expert.
     activated: Range,
     /// bf16 `[assignments][hidden]`, by row.
     outputs: Range,
@@ -86,7 +86,7 @@ impl CudaExperts {
     }
 }
 
-/// The same matrix of all experts: the first one, and the bytes from one to the next.
+/// A weight matrix that all experts have: that of the first expert, and the stride in bytes.
 struct Stacked<'a> {
     first: &'a CudaMatrix,
     stride: usize,
@@ -94,7 +94,7 @@ struct Stacked<'a> {
 
 impl<'a> Stacked<'a> {
     /// # Panics
-    /// When the matrices are not equally far apart, or have other sizes or types, which is a bug.
+    /// When the stride between the matrices, their sizes or types differ, which is a bug.
     fn new(
         mut matrices: impl Iterator<Item = &'a CudaMatrix>,
         (rows, cols): (usize, usize),
@@ -145,7 +145,7 @@ struct Inputs {
     x_stride: usize,
     /// Factors of the rows, or 0.
     scales: Address,
-    /// Lines in FP8 for each row; 0: bf16.
+    /// Rows in FP8 for each row of x; 0: bf16.
     parts: usize,
 }
 
@@ -259,7 +259,7 @@ impl CudaBackend {
     ) {
         let SharedBuffers { gate_up, activated, output } = buffers;
         if shared.router.is_some() {
-            // The sum of the outputs reads the rows.
+            // `combine` multiplies the shared expert's router with the normed rows.
             self.finish_rows(rows, x);
         }
         self.project_gated(rows, (x, shared.gate_up), gate_up, activated);
@@ -268,8 +268,9 @@ impl CudaBackend {
         }
     }
 
-    /// Adds the experts' outputs: to the residual stream, and `out` is its RMS norm, or into `out`.
-    /// `x`: the rows that were mixed, and their stride.
+    /// Adds the experts' weighted outputs. With `onto`, adds the sum to the residual stream and
+    /// writes the RMS norm of the stream to `out`. Otherwise writes the sum to `out`. `x`: address
+    /// and stride of the experts' inputs.
     pub(super) fn combine(
         &self,
         rows: usize,
@@ -348,8 +349,8 @@ impl CudaBackend {
         }
     }
 
-    /// Computes logits and choices of few rows, and inputs that lose nothing of the rows. Applies a
-    /// deferred norm of the rows.
+    /// Computes the router's logits and the choice of experts for few rows. Applies a deferred norm
+    /// of the rows. Returns the experts' inputs, which keep the precision of the rows.
     fn route_few(
         &self,
         rows: usize,
@@ -383,7 +384,7 @@ impl CudaBackend {
         inputs
     }
 
-    /// Returns inputs of many rows, in FP8 rounded.
+    /// Returns the experts' inputs of many rows; with weights in FP8 they are rounded to FP8.
     fn inputs_of_many(&self, rows: usize, x: &CudaBuffer, is_fp8: bool) -> Inputs {
         if !is_fp8 {
             return Inputs { x: x.rows_of(rows).0, x_stride: x.stride, scales: 0, parts: 0 };

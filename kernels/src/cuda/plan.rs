@@ -57,7 +57,7 @@ const SEQUENCE_WORDS: usize = size_of::<PlanSequence>() / 4;
 const ADMISSION_WORDS: usize = size_of::<PlanAdmission>() / 4;
 const RUN_WORDS: usize = size_of::<PlanRun>() / 4;
 
-/// Bit of the last token of a bad word.
+/// Bit that marks the last token of a bad word.
 const LAST_OF_WORD: u32 = 1 << 31;
 
 /// Returns the minimum words of a plan for `slots` slots.
@@ -160,7 +160,7 @@ impl Rules {
             biases.flat_map(|(token, bias)| [*token, bias.to_bits()]).collect();
         let bias_count = words.len() / 2;
         for word in &sampling.bad_words {
-            // Other words are in no output.
+            // The output cannot contain a word with a token outside of the vocabulary.
             if word.iter().all(|token| *token < vocabulary)
                 && let Some((last, begin)) = word.split_last()
             {

@@ -185,10 +185,10 @@ impl Sampler {
     }
 }
 
-/// Sampling kernels that a sequence needs.
+/// Bits of `baton_sample_needs` that a sequence needs.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct SampleNeeds {
-    /// Kernels beyond the argmax, for sampled tokens.
+    /// Bits for sampled tokens; 0: the argmax suffices.
     sampled: i32,
     /// Length of a prompt whose log-probabilities are reported; 0 without them.
     scored_len: u32,

@@ -1,7 +1,7 @@
 //! Values of the forward pass that a step returns with its samples.
 //!
-//! The device copies the wanted rows of hidden states, and for each wanted logit the aligned group
-//! of logits that contains it, to memory of their own: the next step overwrites the activations.
+//! The next step overwrites the activations. So the device copies the wanted rows of hidden states
+//! to a separate buffer, and for each wanted logit the aligned group of logits that contains it.
 
 use super::DeviceBatch;
 use crate::{
@@ -17,7 +17,7 @@ use crate::{
     sampling::{POOLED_LOGITS_MAX, Pooling},
 };
 
-/// Logits that are copied together.
+/// Number of logits in a group.
 const GROUP: usize = 8;
 
 /// Pooled values of a step, in the order of their bytes: hidden states, then logits.
@@ -27,7 +27,7 @@ pub(super) struct PooledValues {
     hidden: Vec<u32>,
     /// Element type and width of hidden states.
     rows: Option<(Dtype, usize)>,
-    /// Samples whose logits are returned, and the places of the logits in their groups.
+    /// Samples whose logits are returned, and the index of each logit in its group.
     logits: Vec<(u32, Vec<usize>)>,
 }
 
@@ -40,8 +40,8 @@ pub(super) fn pooled_bytes(limits: &BatchLimits) -> usize {
 
 impl DeviceBatch {
     /// Copies the pooled values of samples of the step. Called after [`Self::sample`] and before
-    /// [`Self::end`]. `hidden` and `logits` are of the step's forward pass, which no graph replay
-    /// may have computed.
+    /// [`Self::end`]. `hidden` and `logits` are those of the step's forward pass, which must not be
+    /// a graph replay.
     ///
     /// # Errors
     /// When the values exceed the limits, or after a GPU error.
