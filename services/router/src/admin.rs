@@ -65,9 +65,9 @@ pub(crate) fn routes(
         .layer(middleware::from_fn_with_state(checks_host, reject_foreign_pages))
 }
 
-/// Rejects requests of web pages except the console: a page that an operator visits could otherwise
-/// drain nodes through the loopback address. A page whose domain resolves to that address (DNS
-/// rebinding) sends no `origin` with a GET, but the domain as `host`.
+/// Rejects requests of web pages other than the console. Otherwise any page that an operator visits
+/// could drain nodes through the loopback address. A page whose domain resolves to that address
+/// (DNS rebinding) sends no `origin` with a GET, but the domain as `host`.
 async fn reject_foreign_pages(
     State(checks_host): State<bool>,
     request: Request,

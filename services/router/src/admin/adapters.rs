@@ -1,5 +1,5 @@
-//! `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`: adapters of every node of a model, with
-//! the names of vLLM.
+//! `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`: load and unload an adapter on all nodes
+//! of a model. The paths, `lora_name` and `lora_path` are those of vLLM.
 
 use std::{
     path::{Component, Path},

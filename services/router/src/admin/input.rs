@@ -13,8 +13,8 @@ use crate::{front::Front, http::ApiError};
 /// Maximum bytes of a body.
 pub(super) const BODY_BYTES_MAX: usize = 2 << 20;
 
-/// Reads a body within the time-out for requests: the port has few connections, and sets no
-/// deadline for bodies.
+/// Reads a body within the time-out of requests. The port accepts few connections and sets no
+/// deadline for bodies itself.
 pub(super) async fn read_body(front: &Front, request: Request) -> Result<Bytes, ApiError> {
     let read_max = front.settings.request_read_max;
     match tokio::time::timeout(read_max, Bytes::from_request(request, &())).await {

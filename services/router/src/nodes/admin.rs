@@ -20,7 +20,7 @@ const LINKS_MAX: usize = 200;
 /// Deadline of loading or unloading an adapter. A node reads the files of an adapter of a large
 /// model within seconds, and waits for the running step.
 const ADAPTER_MAX: Duration = Duration::from_secs(60);
-/// Interval of looking whether a node has announced its adapters.
+/// Poll interval until a node has announced a change of its adapters.
 const ANNOUNCED_EVERY: Duration = Duration::from_millis(5);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,8 +96,8 @@ struct NodeSummary {
     pending_prompt_tokens: u64,
     /// Number of attempts of this router on the node.
     in_flight: usize,
-    /// Number of KV blocks of the node, of free ones, and of cached ones, which are evicted when
-    /// blocks are needed.
+    /// Numbers of all KV blocks of the node, of free blocks, and of cached blocks, which the node
+    /// evicts when it needs blocks.
     blocks: u32,
     blocks_free: u32,
     blocks_cached: u32,
@@ -242,8 +242,8 @@ impl Nodes {
         .await
     }
 
-    /// Returns the nodes of a model that a change concerns: all that are up, or those that have the
-    /// adapter.
+    /// Returns the targets of a change: the nodes of the model that are up, and for an unload only
+    /// those that have the adapter.
     pub(crate) fn adapter_targets(
         &self,
         model: &str,
@@ -265,8 +265,8 @@ impl Nodes {
         })
     }
 
-    /// Loads or unloads an adapter on these nodes at once. Returns the outcomes, and the nodes that
-    /// failed with the reason.
+    /// Loads or unloads an adapter on these nodes in parallel. Returns the outcomes, and each node
+    /// that failed with its error.
     pub(crate) async fn change_adapters(
         &self,
         targets: &[AdapterTarget],
@@ -309,7 +309,7 @@ impl Nodes {
                     AdapterOutcome { attempts_in_flight: Some(reply.attempts), ..outcome }
                 }
             };
-            // The operator's next request finds the change in effect.
+            // Waits until this router knows the change, so that the next request sees its effect.
             while self.announces(target, adapter) == matches!(change, AdapterChange::Unload) {
                 tokio::time::sleep(ANNOUNCED_EVERY).await;
             }

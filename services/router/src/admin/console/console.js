@@ -183,11 +183,11 @@ function showNodes({ nodes, links, links_left_out: leftOut }) {
   setText(byId("links-summary"), links.length === 0
     ? "No transfer of KV was measured yet."
     : `The router measured the transfers of ${links.length + leftOut} links`
-      + (leftOut > 0 ? `; these are excluded or the slowest ${links.length}.` : "."));
+      + (leftOut > 0 ? `; the table has ${links.length} of them: excluded ones first, then the slowest.` : "."));
   fillRows(byId("link-rows"), links, (link) => `${link.prefill} ${link.decode}`, (link) => [
     names.get(link.prefill) ?? link.prefill,
     names.get(link.decode) ?? link.decode,
-    // 1,000 times µs a token.
+    // µs per token equal ms per 1,000 tokens.
     time(link.token_us),
     link.excluded ? state("bad", "excluded: transfers failed") : state("good", "in use"),
   ]);
@@ -215,8 +215,9 @@ function requestState(request) {
   return state("good", request.end);
 }
 
-// Returns the stages with start, colour and place. A stage without overlap starts when the one before it ended. The
-// first token of an attempt is where its stages on the way to it end, with the RPCs that no stage contains.
+// Returns the stages with start time, colour and node. A stage without overlap starts at the end of the stage before.
+// Hand-over and decode start no earlier than the attempt's first token: the time to this token also contains RPCs that
+// belong to no stage.
 function course(request) {
   let at = 0;
   let picked = 0;
@@ -426,7 +427,7 @@ byId("resume").addEventListener("click", () => {
     () => `${model} serves again`);
 });
 
-// A page that nobody sees, or whose operator must enter a key, asks nothing.
+// A hidden page, or a page that waits for a key, sends no requests.
 setInterval(() => {
   if (byId("updates").checked && !document.hidden && byId("key-form").hidden) update();
 }, UPDATE_MS);
