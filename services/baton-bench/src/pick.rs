@@ -1,5 +1,5 @@
-//! `baton-bench pick`: time in which a router chooses the nodes of an attempt, by the number of
-//! nodes and the meaning of their roles; no network.
+//! `baton-bench pick`: time in which a router chooses the nodes of an attempt, with fixed and with
+//! fluid roles, for several numbers of nodes; no network.
 
 use std::time::Instant;
 

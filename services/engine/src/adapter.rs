@@ -18,8 +18,8 @@ pub struct LoadedAdapter {
 
 /// Slots of adapters, which may change while steps run.
 pub trait AdapterSlots: Send + Sync {
-    /// Opens the part of the adapter in `folder` that the executor computes. `rank_max` is the
-    /// largest allowed rank.
+    /// Reads the executor's shard of the adapter in `folder`. `rank_max` is the largest allowed
+    /// LoRA rank.
     fn open(&self, folder: &Path, rank_max: u32) -> Result<Adapter, ModelError>;
 
     /// Replaces the adapter in a slot that no sequence uses; `None` empties the slot.

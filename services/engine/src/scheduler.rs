@@ -23,8 +23,8 @@
 //! whole pool, so the oldest row always finishes. Only a `Send` and the blocks of transfers cannot
 //! be preempted. Their blocks are released without preemption: a `Send` has all its blocks from the
 //! start, and takes them only after its receiver has reserved blocks. On a node that has reserved
-//! blocks itself, a `Send` that would wait for blocks or a slot fails as busy instead. So no cycle
-//! of nodes waits for blocks.
+//! blocks itself, a `Send` that would wait for blocks or a slot fails as busy instead. So nodes
+//! cannot deadlock by waiting for each other's blocks.
 //!
 //! Files: `sequences` holds the sequences by phase, `waiting` their queue. `admission` fills and
 //! empties the queue. `running` plans a step, with its draft tokens in `draft_budget` and its token

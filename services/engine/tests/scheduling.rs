@@ -418,7 +418,7 @@ fn a_receive_without_blocks_in_time_is_busy() {
     node.assert_all_returned();
 }
 
-/// Two nodes that prefill for each other would wait for each other.
+/// If it waited, two nodes that prefill for each other could deadlock.
 #[test]
 fn a_send_waits_for_no_block_or_slot_beside_a_reservation() {
     for (slots, blocks) in [(4, 6), (1, 12)] {

@@ -167,13 +167,14 @@ impl Adapter {
         Ok(Self { content_hash, layers })
     }
 
-    /// Returns the maximum number of bytes that opening the adapter in `folder` takes: its file, and
-    /// its elements in f32. 0: the file of the weights is missing.
+    /// Returns the maximum memory in bytes for opening the adapter in `folder`: its weight file and
+    /// all elements in f32. Returns 0 if the weight file is missing.
     pub fn open_bytes(folder: &Path) -> u64 {
         std::fs::metadata(folder.join(WEIGHTS)).map_or(0, |file| 3 * file.len())
     }
 
-    /// Returns the bytes of an adapter of all matrices; `None`: the model has no adapters.
+    /// Returns the bytes of an adapter of this rank on all matrices. `None`: a model with experts,
+    /// which has no adapters.
     pub fn bytes_of_rank(config: &ModelConfig, rank: usize) -> Option<u64> {
         config.experts().is_none().then(|| matrix_bytes(config, rank))
     }

@@ -1,7 +1,7 @@
 //! LoRA adapters of a node: which adapter each slot of the executor holds.
 //!
-//! An adapter is unloaded in two steps: at once no further attempt gets the adapter, and its slot
-//! is free when the last sequence with the adapter has ended.
+//! Unloading an adapter has two steps. The node rejects new attempts with the adapter at once. When
+//! the last sequence with the adapter has ended, the next load or unload frees the adapter's slot.
 
 use std::{
     fmt,
@@ -162,8 +162,8 @@ impl NodeAdapters {
         Ok(content_hash)
     }
 
-    /// Gives the adapter to no further attempt. Returns the number of sequences that still use the
-    /// adapter.
+    /// Makes the node reject new attempts with the adapter. Returns the number of sequences that
+    /// still use the adapter.
     pub(crate) fn unload(&self, name: &str) -> Result<usize, AdapterError> {
         let state = &*self.0;
         if matches!(state.loader, AdapterLoader::Ranks(_)) {
@@ -251,7 +251,7 @@ impl AdaptersState {
         let is_ended = |slot: &Option<SlotAdapter>| slot.as_ref().is_some_and(ended);
         let found: Vec<bool> = self.slots().iter().map(is_ended).collect();
         for slot in (0..found.len()).filter(|slot| found[*slot]) {
-            // Waits for the running step, so no lock is held that attempts need.
+            // `set` waits for the running step, so it runs without the lock that attempts take.
             executor.set(slot as u32, None);
             self.slots()[slot] = None;
         }

@@ -45,7 +45,7 @@ pub(crate) struct Loaded {
     pub cpus: Vec<u32>,
     /// Reason why the CPU serves although the host has a GPU.
     pub cpu_fallback: Option<String>,
-    /// Whether the executor returns pooled values: only one rank does.
+    /// Whether the executor returns pooled values: only with one rank.
     pub pooling: bool,
     /// Newest version of [`proto::v1::Sampling`] that the executor supports.
     pub sampling_version: u32,
@@ -221,7 +221,7 @@ fn load_weights(
         cpu_fallback,
         pooling: tp == 1,
         adapters,
-        // Exchanges of rules between GPUs were not tested.
+        // Executors of several GPUs were not tested with these sampling parameters.
         sampling_version: if is_gpu && tp > 1 { 0 } else { SAMPLING_VERSION },
     };
     Ok((loaded, executor))

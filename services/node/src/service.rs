@@ -106,8 +106,8 @@ impl NodeService {
         Ok(())
     }
 
-    /// Loads or unloads an adapter off the async threads, and tells the routers, also if the caller
-    /// has stopped waiting.
+    /// Loads or unloads an adapter on a blocking thread and tells the routers, even if the caller
+    /// has cancelled the call.
     async fn change_adapters<T: Send + 'static>(
         &self,
         node_epoch: &[u8],
@@ -115,7 +115,7 @@ impl NodeService {
     ) -> Result<T, Status> {
         attempt::check_epoch(node_epoch, &self.limits)?;
         let permit = self.adapters_permit.clone().try_acquire_owned().map_err(|_| {
-            let reason = "the node changes its adapters already; try again when it has ended";
+            let reason = "the node is loading or unloading another adapter; try again later";
             Refusal::Busy { reason: reason.to_owned() }
         })?;
         let (adapters, inbox) = (self.adapters.clone(), self.inbox.clone());

@@ -98,8 +98,8 @@ fn adapters(config: &ModelConfig, is_gpu: bool) -> String {
         return "none: GPUs refuse LoRA adapters".to_owned();
     }
     match Adapter::bytes_of_rank(config, 16) {
-        Some(bytes) => format!("LoRA, {} MiB for all matrices in rank 16", bytes.div_ceil(1 << 20)),
-        None => "none: a model with experts has no LoRA adapters".to_owned(),
+        Some(bytes) => format!("LoRA, {} MiB for rank 16 on all matrices", bytes.div_ceil(1 << 20)),
+        None => "none: models with experts refuse LoRA adapters".to_owned(),
     }
 }
 

@@ -183,7 +183,8 @@ impl AttemptLoad {
         let block_size = identity.block_size;
         let keys = requirements.prefix.iter().find(|keys| keys.are_of(identity));
         let keys = keys.map_or(&[][..], PrefixKeys::keys);
-        // A node evicts the tail of a prefix before its head.
+        // A node evicts the tail of a prefix before its head. So the cached keys come first, and a
+        // binary search finds their number.
         let resident = keys.partition_point(|key| seen.cached.contains(key));
         let (loaded, load_ms) = tier_hits(seen, &keys[resident..]);
         let hits = resident + loaded;
@@ -204,7 +205,7 @@ impl AttemptLoad {
         }
     }
 
-    /// Returns the load of the attempt if the node, which would also decode, only prefills.
+    /// Returns the attempt's load if the node only prefills. `self`: the load if it also decodes.
     pub(super) fn without_answer(self, seen: &Seen, requirements: &NodeRequirements<'_>) -> Self {
         let of = |role| blocks(role, seen.record.identity.block_size, requirements);
         let answer_blocks = of(Role::Decode) - of(Role::Prefill);

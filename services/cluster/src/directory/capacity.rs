@@ -29,7 +29,7 @@ struct Slots {
     free: u64,
 }
 
-/// Checks that decode nodes have free slots besides the headroom, if the attempt leaves headroom.
+/// If the attempt must leave headroom, checks that decode nodes have free slots beyond it.
 pub(super) fn check_headroom(
     capacity: RequiredCapacity,
     decode: &[Candidate<'_>],

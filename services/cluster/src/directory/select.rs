@@ -205,7 +205,7 @@ impl Directory {
     /// Returns the eligible nodes of a role, or the reason of the node closest to eligible. Adds
     /// the model's other nodes to `ineligible`. If only open breakers exclude decode nodes, those
     /// nodes are eligible: they may have recovered, and the request has no other node. `decode`: the
-    /// candidates that decode, whose cached prefixes are known.
+    /// decode candidates, whose cached prefixes are already known.
     pub(super) fn candidates<'a>(
         &'a self,
         now: Instant,

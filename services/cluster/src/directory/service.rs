@@ -51,7 +51,7 @@ pub struct BreakerChange {
     pub detail: String,
 }
 
-/// A prefill node and a decode node between which KV was transferred or failed to be.
+/// A prefill node and a decode node with a measured KV transfer or an open circuit breaker.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Link<'a> {
     pub prefill: &'a NodeAddress,

@@ -341,7 +341,7 @@ impl CudaExecutor {
         let blocks = blocks.map_err(|error| bad(error.to_string()))?;
         let (rows_min, dispatch) = match step.pooled.is_empty() {
             true => self.graphs.dispatch(&step.sequences, verified),
-            // A replay does not tell whether the hidden states lack their norm.
+            // After a replay it is unknown whether a norm of the hidden states is still deferred.
             false => (0, Dispatch::Eager),
         };
         let input = StepInput {
@@ -681,7 +681,7 @@ fn gemm_shapes(
     let tokens = shard.tokens(config.vocab_size).len();
     let mut layer =
         vec![(config.hidden_size, heads.qkv_width()), (heads.query_width(), config.hidden_size)];
-    // Experts have kernels of their own, and the shared expert has not.
+    // Experts have kernels of their own. The shared expert runs on the GEMMs of dense layers.
     let shared = config.experts().and_then(|experts| experts.shared);
     if let Some(size) = shared.map(|shared| shard.part(shared.size).len()) {
         layer.extend([(config.hidden_size, 2 * size), (size, config.hidden_size)]);
@@ -757,8 +757,7 @@ pub fn check_sizes(
     }
     if config.qk_norm() == Some(NormSpan::Projection) && !shard.is_whole() {
         let (what, value) = ("the model's family", config.family.name().to_owned());
-        let allowed =
-            "norms of whole heads with tensor parallelism on GPUs, or node.device = \"cpu\"";
+        let allowed = "a family with norms of single heads, node.tp = 1, or node.device = \"cpu\"";
         return Err(CudaError::Unsupported { what, value, allowed }.into());
     }
     if !config.rotary_dim.is_multiple_of(8) {

@@ -331,9 +331,10 @@ impl Scheduler {
         }
     }
 
-    /// Fails the senders in the queue, which lacks blocks or slots, if this node has reserved some
-    /// itself. Otherwise two nodes that prefill for each other could wait for each other: the
-    /// receivers of the senders hold blocks, and so do the reservations here, until their KV comes.
+    /// Fails the waiting `Send`s as busy if this node holds reservations. Called when blocks or
+    /// slots are lacking. Otherwise two nodes that prefill for each other could deadlock: each node
+    /// keeps its blocks reserved until KV arrives from a `Send` that waits for blocks on the other
+    /// node.
     fn refuse_sends(&mut self, actions: &mut Vec<Action>) {
         if self.sequences.reserved_count() == 0 {
             return;
