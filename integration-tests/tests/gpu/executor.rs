@@ -273,7 +273,7 @@ fn ruled_mix(round: u128, count: u128) -> Vec<NewSequence> {
         let id = new.id.0 as u32;
         sampling.prompt_logprobs = id.is_multiple_of(2).then_some(id % 5);
         sampling.logprobs = id.is_multiple_of(7).then_some(2);
-        // A grammar may allow two tokens only.
+        // A grammar may allow only two tokens, and other rules must not exclude both.
         match new.constraint {
             Some(_) => sampling.logit_bias = (0..40).map(|i| (i * 25, 0.2 * i as f32)).collect(),
             None if id.is_multiple_of(4) => {

@@ -99,7 +99,7 @@ impl RowSource for Fp8Scaled {
     }
 }
 
-/// A matrix of which few elements are not 0.
+/// A sparse matrix, given by its elements that are not 0.
 struct Sparse {
     rows: usize,
     cols: usize,
@@ -214,7 +214,7 @@ impl<B: Bench> Mixture<B> {
     }
 }
 
-/// All are multiples of 16 but in the third and fifth, which have no kernels in FP8.
+/// All sizes are multiples of 16, except in the third and fifth shape, which FP8 kernels reject.
 const SHAPES: [ExpertShape; 8] = [
     ExpertShape { count: 128, chosen: 8, hidden: 256, size: 96, shared: 0 },
     ExpertShape { count: 8, chosen: 2, hidden: 512, size: 448, shared: 0 },
@@ -263,7 +263,7 @@ fn with_sources<T>(
     })
 }
 
-/// `rounds`: inputs are rounded to FP8, by a 38th in the root mean square.
+/// `rounds`: inputs are rounded to FP8, with a relative error of 1/38 (root mean square).
 fn assert_close(found: &[Vec<f32>; 3], wanted: &[Vec<f32>; 3], rounds: bool, what: &str) {
     let tolerance = if rounds { 0.5 } else { 0.03 };
     for (index, (found, wanted)) in found.iter().zip(wanted).enumerate() {
@@ -299,7 +299,7 @@ fn compare(
             let x = input(rows);
             let found = on_gpu.run(&mut cuda, rows, &x);
             let wanted = on_cpu.run(&mut cpu, rows, &x);
-            // The shared expert's inputs are rounded from fewer rows on.
+            // The inputs of the shared expert are rounded above 32 rows already.
             let rounds = rows > FEW_ROWS_MAX || shape.shared > 0 && rows > 32;
             let rounds = weights == WeightFormat::Fp8 && rounds;
             assert_close(&found, &wanted, rounds, &format!("{shape:?}, {weights}, {rows} rows"));
@@ -366,7 +366,7 @@ pub(crate) fn a_row_has_the_bits_that_it_has_alone() {
     }
 }
 
-/// Expert e adds its weight to element e of the output. So every choice and weight is visible.
+/// Expert e adds its weight to element e of the output. So outputs show all choices and weights.
 /// Logits are exact, and many are equal.
 pub(crate) fn chosen_experts_and_weights_match_cpu() {
     const SIZE: usize = 8;

@@ -49,8 +49,8 @@ fn real_engine(gpu: &Gpu, checkpoint: &Checkpoint, slots: u32) -> StepLoop<CudaE
     step_loop(SchedulerConfig { waiting_max: 1000, ..SchedulerConfig::new(limits) }, executor)
 }
 
-/// Runs the sequences, all arriving at once, and returns the time from the begin of the first step
-/// on the GPU to the end of the last one, and the median time of decode steps of all rows.
+/// Runs the sequences, which all arrive at once. Returns the GPU time from the start of the first
+/// step to the end of the last step, and the median time of the decode steps that have all rows.
 fn times(engine: &mut StepLoop<CudaExecutor>, new: &[NewSequence]) -> (Duration, Duration) {
     engine.take_records();
     run_arriving(engine, new.to_vec(), new.len(), &HashMap::new());
