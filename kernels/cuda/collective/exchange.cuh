@@ -1,12 +1,14 @@
-// Kernels in which the ranks exchange words, so that each rank has all parts.
+// All-gather kernels: each rank sends its words to all other ranks, so that every rank has the words of all ranks.
 //
-// As in an all-reduce, a word in the arena has arrived once it differs from UNSENT. Words may have any value here, so
-// an item of 16 bytes has three words of payload and a fourth that tells which of them were replaced.
+// As in all_reduce.cu, a word in the arena has arrived once it differs from UNSENT. But here a word to send may have
+// any value, UNSENT included. The sender replaces UNSENT by another value. An item of 16 bytes has three words of
+// payload, and a fourth word that tells which of the three were replaced.
 //
-// A CTA communicates only with the CTAs of the same index on the other ranks, in rounds. It has a range of the
-// call's half, in two parts that are used in turn. It writes a part again two rounds later, after it has received the
-// data of the round in between. A rank sends that data only after it has read and restored the part of the previous
-// round (its fence comes first). One call therefore moves any amount of data, which may be determined during the call.
+// A CTA communicates only with the CTAs of the same index on the other ranks, in rounds. It has a range in the call's
+// half of each arena. The range has two parts, used in turn. The CTA writes a part again two rounds later, after it has
+// received all ranks' data of the round in between. A rank sends the data of a round only after it has read the part of
+// the previous round and restored UNSENT there, with a fence in between. So no unread data is overwritten, and one call
+// moves any amount of data. The amount may be determined during the call.
 #pragma once
 
 #include <algorithm>
@@ -16,21 +18,24 @@
 namespace baton::collective {
 
 constexpr int EXCHANGE_THREADS = 512;
-// Maximum CTAs. All must be resident, and their number determines addresses, so it does not depend on the GPU.
+// Maximum CTAs. All CTAs must be resident, and the addresses of data depend on their number. So the maximum is the same
+// on all GPUs.
 constexpr int EXCHANGE_BLOCKS = 64;
 constexpr int ITEM_WORDS = 3;
 
+// Makes an item. A word that is UNSENT is replaced by UNSENT - 1.
 __device__ __forceinline__ uint4 pack(const uint32_t (&words)[ITEM_WORDS]) {
   const uint32_t a = words[0] == UNSENT, b = words[1] == UNSENT, c = words[2] == UNSENT;
   return make_uint4(words[0] - a, words[1] - b, words[2] - c, a | b << 1 | c << 2);
 }
+// Returns the words of an item, UNSENT where it was replaced.
 __device__ __forceinline__ void unpack(const uint4& item, uint32_t (&words)[ITEM_WORDS]) {
   words[0] = item.x + (item.w & 1);
   words[1] = item.y + (item.w >> 1 & 1);
   words[2] = item.z + (item.w >> 2 & 1);
 }
 
-// A CTA's connection to the CTAs of the same index on N ranks.
+// A CTA's connection to the CTAs of the same index on the other N - 1 ranks. `capacity`: items sent in a round.
 template <int N>
 class Channel {
  public:
@@ -39,11 +44,12 @@ class Channel {
     base_ = call.half + static_cast<int64_t>(block) * 2 * N * capacity * 16;
   }
 
-  // Sends the items from `begin` up to `end` of this rank's message and receives those of all other ranks, in equal
-  // number. All threads call it. Returns false if a wait was stopped before the last round; `is_stopped` reports
-  // the last round. Only the receiving thread sees a received item.
-  //   message.read(item, words)          this rank's
-  //   message.take(source, item, words)  another rank's
+  // Sends this rank's items from `begin` up to `end` to all other ranks, and receives the items of the same indices
+  // from them. All threads of the CTA call it. Returns false if a wait was stopped in a round before the last. Only
+  // `is_stopped` reports a wait that was stopped in the last round. Other threads of the CTA see an item that a thread
+  // received only after they synchronize with this thread.
+  //   message.read(item, words)          gets an item of this rank
+  //   message.take(source, item, words)  stores an item of the rank `source`
   template <class Message>
   __device__ bool exchange(const Message& message, int begin, int end) {
     constexpr int UNROLL = N == 2 ? 4 : N == 4 ? 2 : 1;
@@ -71,7 +77,7 @@ class Channel {
           const uint4 item = pack(words[k]);
 #pragma unroll
           for (int step = 1; step < N; ++step) {
-            // Every rank starts with another peer.
+            // The ranks start with different peers.
             const int peer = (group_.rank + step) % N;
             store_sys(reinterpret_cast<uint4*>(group_.arenas[peer] + own_place + static_cast<int64_t>(i) * 16), item);
           }
@@ -132,14 +138,16 @@ class Channel {
   Wait wait_;
 };
 
-// Rows of an equal number of words per rank, at least one. A CTA has a part of a row, or several whole rows.
-//   rows.read(row, word)                  this rank's; words beyond its part may be anything
-//   rows.take(row, source, word, value)   another rank's
-//   rows.finish(row)                      with FINISHES: called by the row's CTA when the whole row has arrived
+// The message of exchange_rows: rows, of which every rank sends the same number of words, at least one. A rank that has
+// fewer words pads them. A CTA has a part of a row, or one or several whole rows.
+//   rows.read(row, word)                  returns a word of this rank, or any value for padding
+//   rows.take(row, source, word, value)   stores a word of the rank `source`, or ignores padding
+//   rows.finish(row)                      only if FINISHES: all threads of the row's CTA call it after the whole row
+//                                         has arrived
 template <class Rows>
 struct RowItems {
   const Rows& rows;
-  int row_items;
+  int row_items;  // that a rank sends of a row
 
   __device__ int row_of(int item) const { return blockIdx.y + item / row_items * gridDim.y; }
   __device__ void read(int item, uint32_t (&words)[ITEM_WORDS]) const {
@@ -164,12 +172,12 @@ __global__ void __launch_bounds__(EXCHANGE_THREADS, 2)
   const RowItems<Rows> message{rows, row_items};
   const int own_rows = (row_count - blockIdx.y + gridDim.y - 1) / gridDim.y;
   const int items = own_rows * row_items;
-  const int part = (items + gridDim.x - 1) / gridDim.x;
-  const int begin = blockIdx.x * part;
+  const int cta_items = (items + gridDim.x - 1) / gridDim.x;
+  const int begin = blockIdx.x * cta_items;
   Channel<N> channel(group, call, capacity);
-  const bool is_through = channel.exchange(message, begin, min(begin + part, items));
+  const bool is_complete = channel.exchange(message, begin, min(begin + cta_items, items));
   if constexpr (Rows::FINISHES) {
-    if (__syncthreads_or(!is_through || channel.is_stopped())) return;
+    if (__syncthreads_or(!is_complete || channel.is_stopped())) return;
     for (int row = blockIdx.y; row < row_count; row += gridDim.y) rows.finish(row);
   }
 }
@@ -181,6 +189,7 @@ struct ExchangeShape {
 };
 
 inline int32_t exchange_shape(const baton_group& group, int rows, int row_items, ExchangeShape& shape) {
+  // `across` CTAs share a row. With more rows than EXCHANGE_BLOCKS, a CTA has several rows.
   const int down = std::min(rows, EXCHANGE_BLOCKS);
   const int across = std::max(1, std::min(divide_up(row_items, EXCHANGE_THREADS), EXCHANGE_BLOCKS / down));
   shape.grid = dim3(across, down);
@@ -194,7 +203,7 @@ inline int32_t exchange_shape(const baton_group& group, int rows, int row_items,
               static_cast<int>(STATE_BYTES) + 2 * EXCHANGE_BLOCKS * 2 * group.ranks * 16);
 }
 
-// `row_words` per rank, at least one.
+// Exchanges rows between all ranks. Each rank sends `row_words` words of a row, at least one.
 template <int N, class Rows>
 int32_t exchange_rows(const char* name, const baton_group& group, const Rows& rows, int row_count, int row_words,
                       cudaStream_t stream) {

@@ -1,12 +1,15 @@
-//! GEMM on AMX tiles: one instruction accumulates 16 × 16 dot products of 32 bf16 pairs.
+//! GEMM on AMX tiles: one instruction accumulates 16 × 16 dot products over 32 bf16 inputs.
 //!
-//! Panels have the layout of the second operand: a row of a B tile is 16 pairs, half a group of a
-//! panel. Rows of the left side are packed into A tiles of 16 rows × 32 inputs. A pass fills four
-//! accumulator tiles: up to 32 rows of one panel, or up to 16 rows of two panels, whose two memory
-//! streams are faster than one. Accumulation runs over the inputs in order, pair by pair,
-//! separately for each row: the result does not depend on the batch. Within a step of 32 inputs the
-//! even and the odd inputs are accumulated separately, and denormals are flushed, so the result
-//! differs from the reference by rounding. `avx512.rs` uses the same order for a single row.
+//! A *pair* is a 32-bit word with an even input and the next odd input. Panels already have the
+//! layout of B tiles: a row of a B tile is 16 of the 32 words that a panel has for one pair of
+//! inputs. The rows of `x` are packed into A tiles of 16 rows × 32 inputs. A pass multiplies up to
+//! 32 rows with one panel, or up to 16 rows with two panels. It uses two panels where it can,
+//! because two memory streams are faster than one.
+//!
+//! The inputs are accumulated in order and separately for each row, so a row's result does not
+//! depend on the batch. Within a step of 32 inputs, AMX sums the even and the odd inputs separately
+//! and flushes denormals, so the result differs from the reference by rounding. `avx512.rs` adds in
+//! the same order for a single row.
 
 use std::arch::{asm, x86_64::__cpuid_count};
 
@@ -23,15 +26,17 @@ use crate::{cpu::threads::ThreadPool, layout::to_bf16_bits};
 
 /// Rows of a tile.
 const TILE_ROWS: usize = 16;
-/// Maximum rows of one pass: two tiles.
+/// Maximum rows of one pass: two A tiles.
 const PASS_ROWS: usize = 2 * TILE_ROWS;
 /// Words of an A tile: 16 rows of 16 pairs.
 const TILE_WORDS: usize = TILE_ROWS * INPUTS_STEP / 2;
-/// Bytes of weights that stay in a core's L2 cache while all rows are processed.
-const WEIGHTS_BYTES: usize = 768 << 10;
+/// Bytes of panels that a task multiplies with all rows before it takes the next panels. They stay
+/// in the core's L2 cache meanwhile.
+const CACHED_WEIGHTS_BYTES: usize = 768 << 10;
 
 /// Requests AMX permission from the system and returns whether the processor and the system support
-/// AMX for bf16. The request is made once per process and costs each thread that uses tiles 8 KiB.
+/// AMX for bf16. The permission is for the whole process. With it, the system reserves 8 KiB for
+/// each thread that uses tiles.
 pub(in crate::cpu) fn request() -> bool {
     const AMX_BF16: u32 = 1 << 22;
     const AMX_TILE: u32 = 1 << 24;
@@ -52,8 +57,8 @@ fn request_permission() -> bool {
     false
 }
 
-/// Left side in A tiles: `[tile][step][row][pair]`, where a step is 32 inputs. Rows of the last
-/// tile beyond the last row hold data of earlier GEMMs and are never loaded.
+/// Rows of `x` in A tiles: `[tile][step][row][pair]`, where a step is 32 inputs. The last tile may
+/// have fewer than 16 rows; the words of its other rows are stale and never loaded.
 pub(super) struct RowTiles {
     words: Aligned<u32>,
 }
@@ -125,7 +130,7 @@ pub(super) unsafe fn matmul(
     let (tiles, steps) = (&*tiles, k.div_ceil(INPUTS_STEP));
     let passes = rows.div_ceil(PASS_ROWS);
     let panel_bytes = w.byte_count() / w.panel_count();
-    let cached_panels = (WEIGHTS_BYTES / panel_bytes).max(1);
+    let cached_panels = (CACHED_WEIGHTS_BYTES / panel_bytes).max(1);
     let grid = grid(pool, w, 1);
     let sums = DisjointSlice::new(out);
     pool.run(grid.task_count(), &|_, task| {
@@ -133,12 +138,12 @@ pub(super) unsafe fn matmul(
         let (_, panels) = grid.part(task);
         for first in panels.clone().step_by(cached_panels) {
             let end = panels.end.min(first + cached_panels);
-            for pass in 0..passes {
-                let first_row = pass * PASS_ROWS;
+            for pass_index in 0..passes {
+                let first_row = pass_index * PASS_ROWS;
                 let pass_rows = PASS_ROWS.min(rows - first_row);
-                // SAFETY: [`request`] returned true (`# Safety`); a pass has 1 to `PASS_ROWS` rows.
+                // SAFETY: [`request`] returned true (`# Safety`). A pass has 1 to `PASS_ROWS` rows.
                 unsafe { shapes.set(pass_rows) };
-                let a = &tiles.words[2 * pass * steps * TILE_WORDS..];
+                let a = &tiles.words[2 * pass_index * steps * TILE_WORDS..];
                 let panels_max = if pass_rows > TILE_ROWS { 1 } else { 2 };
                 let mut panel = first;
                 while panel < end {
@@ -148,10 +153,9 @@ pub(super) unsafe fn matmul(
                     let length = (pass_rows - 1) * n + columns;
                     let target = TileOutput { start: sums.range_ptr(start, length), stride: n };
                     let b = w.panels(panel, panel_count);
-                    let pass = AmxBlock { steps, a, b, rows: pass_rows, panel_count };
-                    // SAFETY: the tiles are shaped for `pass_rows`. The target is
-                    // inside the output, and these rows and panels belong to this task
-                    // alone.
+                    let pass = Pass { steps, a, b, rows: pass_rows, panel_count };
+                    // SAFETY: the tiles are shaped for `pass_rows` rows. The target is inside the
+                    // output, and no other task has these rows and panels.
                     unsafe { pass.run(columns, &target) };
                     panel += panel_count;
                 }
@@ -160,10 +164,10 @@ pub(super) unsafe fn matmul(
     });
 }
 
-/// Shapes of the tile registers on this thread. Dropping it releases the registers, so that the
-/// system need not save them.
+/// Shapes of this thread's tile registers. Dropping the shapes releases the registers, and context
+/// switches of the thread save no tiles any more.
 struct TileShapes {
-    /// Rows per pass that the tiles are shaped for; 0 means unconfigured.
+    /// Rows of the passes for which the tiles are shaped; 0 before the first pass.
     rows: usize,
 }
 
@@ -182,9 +186,10 @@ impl TileShapes {
         Self { rows: 0 }
     }
 
-    /// Shapes the tiles for passes of `rows` rows. Up to 16: tiles 0 to 3 are accumulators, 4 is A,
-    /// 5 and 6 are B. Up to 32: 0, 1 and 4 are accumulators and A of the first 16 rows, 2, 3 and 5
-    /// of the rest, 6 and 7 are B.
+    /// Shapes the tiles for passes of `rows` rows:
+    /// - Up to 16 rows: tiles 0 to 3 are accumulators, 4 is A, 5 and 6 are B.
+    /// - More rows: for the first 16 rows tiles 0 and 1 are accumulators and 4 is A. For the other
+    ///   rows tiles 2 and 3 are accumulators and 5 is A. Tiles 6 and 7 are B.
     ///
     /// # Safety
     /// [`request`] returned true in this process; `rows` is 1 to 32.
@@ -230,50 +235,52 @@ impl Drop for TileShapes {
     }
 }
 
-/// Up to 32 rows times one panel, or up to 16 rows times two.
-struct AmxBlock<'a> {
+/// A pass: up to 32 rows times one panel, or up to 16 rows times two panels.
+struct Pass<'a> {
     /// Steps of 32 inputs.
     steps: usize,
+    /// A tiles of the rows. Tiles of later rows may follow.
     a: &'a [u32],
+    /// The panels.
     b: &'a [u32],
     rows: usize,
     panel_count: usize,
 }
 
-impl AmxBlock<'_> {
-    /// Computes the pass into `target`.
+impl Pass<'_> {
+    /// Computes the first `columns` columns of the pass into `target`.
     ///
     /// # Safety
-    /// This thread's tiles are shaped for the pass's rows; `target` may be written in as many rows,
-    /// `columns` elements each.
+    /// This thread's tiles are shaped for `self.rows` rows. `target` may be written in `self.rows`
+    /// rows of `columns` elements.
     unsafe fn run(&self, columns: usize, target: &TileOutput) {
         let width = self.panel_count * PANEL;
         assert!(self.a.len() >= self.rows.div_ceil(TILE_ROWS) * self.steps * TILE_WORDS);
         assert_eq!(self.b.len(), self.panel_count * self.steps * PANEL * TILE_ROWS);
         if columns == width {
-            // SAFETY: lengths as just checked; the target has whole panels' rows.
+            // SAFETY: the asserts checked the lengths. The target is whole panels wide.
             return unsafe { self.multiply(target) };
         }
-        // A partial last panel goes through a buffer.
+        // The last panel is partial, but a tile store always writes 16 columns: use a buffer.
         let mut buffer = [0.0_f32; PASS_ROWS * PANEL];
         let whole = TileOutput { start: buffer.as_mut_ptr(), stride: width };
-        // SAFETY: `run` has checked the lengths of `a` and `b`. The buffer has 32 rows of one
-        // panel, or 16 of two.
+        // SAFETY: the asserts checked the lengths. The buffer has 32 rows of one panel, or 16 rows
+        // of two panels.
         unsafe { self.multiply(&whole) };
         for (row, sums) in buffer.chunks_exact(width).take(self.rows).enumerate() {
-            // SAFETY: these columns are in the target, and the buffer does not overlap it.
+            // SAFETY: the target has these columns, and the buffer does not overlap the target.
             unsafe { sums.as_ptr().copy_to_nonoverlapping(target.at(row, 0), columns) };
         }
     }
 
-    /// Dispatches to the tile arrangement.
+    /// Calls the kernel for this number of A tiles and panels.
     ///
     /// # Safety
-    /// As [`Self::run`]; the target is whole panels wide, and `a` and `b` have the lengths that
-    /// `run` checks.
+    /// As [`Self::run`]. Besides, the target is whole panels wide, and `a` and `b` have the lengths
+    /// that `run` checks.
     unsafe fn multiply(&self, target: &TileOutput) {
-        // SAFETY: `run` has checked the lengths of `a` and `b`; the target is whole panels wide,
-        // and the rows and panels are those of the arrangement.
+        // SAFETY: the lengths and the target's width are as required (`# Safety`). Each kernel gets
+        // the numbers of rows and panels that it requires.
         unsafe {
             match (self.rows > TILE_ROWS, self.panel_count) {
                 (true, _) => self.two_tiles_one_panel(target),
@@ -288,8 +295,8 @@ impl AmxBlock<'_> {
     /// # Safety
     /// As [`Self::multiply`], for more than 16 rows and one panel.
     unsafe fn two_tiles_one_panel(&self, target: &TileOutput) {
-        // SAFETY: the loop reads `steps` times 1 KiB of each A tile and 2 KiB of the panel; the
-        // stores write the shaped rows of 64 bytes. Nothing else changes.
+        // SAFETY: each of the `steps` steps reads 1 KiB of each A tile and 2 KiB of the panel. The
+        // stores write 128 bytes in each of the pass's rows. Nothing else changes.
         unsafe {
             asm!(
                 "tilezero tmm0",
@@ -335,8 +342,8 @@ impl AmxBlock<'_> {
     /// # Safety
     /// As [`Self::multiply`], for up to 16 rows and two panels.
     unsafe fn one_tile_two_panels(&self, target: &TileOutput) {
-        // SAFETY: the loop reads `steps` times 1 KiB of the A tile and 2 KiB of each panel; the
-        // stores write the shaped rows of 128 bytes of each panel. Nothing else changes.
+        // SAFETY: each of the `steps` steps reads 1 KiB of the A tile and 2 KiB of each panel. The
+        // stores write 256 bytes in each of the pass's rows. Nothing else changes.
         unsafe {
             asm!(
                 "tilezero tmm0",
@@ -382,8 +389,8 @@ impl AmxBlock<'_> {
     /// # Safety
     /// As [`Self::multiply`], for up to 16 rows and one panel.
     unsafe fn one_tile_one_panel(&self, target: &TileOutput) {
-        // SAFETY: the loop reads `steps` times 1 KiB of the A tile and 2 KiB of the panel; the
-        // stores write the shaped rows of 128 bytes. Nothing else changes.
+        // SAFETY: each of the `steps` steps reads 1 KiB of the A tile and 2 KiB of the panel. The
+        // stores write 128 bytes in each of the pass's rows. Nothing else changes.
         unsafe {
             asm!(
                 "tilezero tmm0",

@@ -1,7 +1,8 @@
-//! Values of the forward pass that a step returns with its samples.
+//! Pooled values: hidden states and logits that a step returns with its sampled tokens.
 //!
-//! The next step overwrites the activations. So the device copies the wanted rows of hidden states
-//! to a separate buffer, and for each wanted logit the aligned group of logits that contains it.
+//! After the forward pass the device copies the requested values to a buffer of their own, because
+//! the next step overwrites the activations. A hidden state is copied as a whole row. A logit is
+//! copied with the aligned group of 8 logits that contains it.
 
 use super::DeviceBatch;
 use crate::{
@@ -17,17 +18,17 @@ use crate::{
     sampling::{POOLED_LOGITS_MAX, Pooling},
 };
 
-/// Number of logits in a group.
+/// Logits in a group: the shortest row that `baton_gather_rows` copies.
 const GROUP: usize = 8;
 
-/// Pooled values of a step, in the order of their bytes: hidden states, then logits.
+/// Pooled values of a step. Their bytes are all hidden states, then all groups of logits.
 #[derive(Debug, Default)]
 pub(super) struct PooledValues {
     /// Samples whose hidden states are returned.
     hidden: Vec<u32>,
-    /// Element type and width of hidden states.
-    rows: Option<(Dtype, usize)>,
-    /// Samples whose logits are returned, and the index of each logit in its group.
+    /// Element type and width of a hidden state.
+    hidden_row: Option<(Dtype, usize)>,
+    /// Samples whose logits are returned, each with the position of every logit in its group.
     logits: Vec<(u32, Vec<usize>)>,
 }
 
@@ -39,12 +40,12 @@ pub(super) fn pooled_bytes(limits: &BatchLimits) -> usize {
 }
 
 impl DeviceBatch {
-    /// Copies the pooled values of samples of the step. Called after [`Self::sample`] and before
-    /// [`Self::end`]. `hidden` and `logits` are those of the step's forward pass, which must not be
-    /// a graph replay.
+    /// Copies the pooled values of the step's samples. Called after [`Self::sample`] and before
+    /// [`Self::end`]. `hidden` and `logits` are the outputs of the step's forward pass. The forward
+    /// pass must have run eagerly: a graph replay does not tell whether `hidden` lacks its norm.
     ///
     /// # Errors
-    /// When the values exceed the limits, or after a GPU error.
+    /// When the values take more bytes than a step's buffer has, or after a GPU error.
     pub fn pool(
         &mut self,
         backend: &CudaBackend,
@@ -53,17 +54,17 @@ impl DeviceBatch {
     ) -> Result<(), CudaError> {
         let samples = pooled.iter().map(|(sample, _)| *sample as usize + 1).max().unwrap_or(0);
         backend.finish_rows(samples, hidden);
-        let rows = Some((hidden.dtype, hidden.width));
-        let mut values = PooledValues { rows, ..PooledValues::default() };
+        let hidden_row = Some((hidden.dtype, hidden.width));
+        let mut values = PooledValues { hidden_row, ..PooledValues::default() };
         let mut groups: Vec<u32> = Vec::new();
         for (sample, pooling) in pooled {
             match pooling {
                 Pooling::Hidden => values.hidden.push(*sample),
                 Pooling::Logits(tokens) => {
                     let first = *sample as usize * logits.stride;
-                    let places = tokens.iter().map(|token| first + *token as usize);
-                    groups.extend(places.clone().map(|place| (place / GROUP) as u32));
-                    values.logits.push((*sample, places.map(|place| place % GROUP).collect()));
+                    let indices = tokens.iter().map(|token| first + *token as usize);
+                    groups.extend(indices.clone().map(|index| (index / GROUP) as u32));
+                    values.logits.push((*sample, indices.map(|index| index % GROUP).collect()));
                 }
             }
         }
@@ -76,24 +77,25 @@ impl DeviceBatch {
         }
         let words = [&values.hidden[..], &groups].concat();
         let (rows, count) = (values.hidden.len() as i32, groups.len() as i32);
-        self.upload(backend, &words, &[], |batch, words, library| {
+        self.upload(backend, &words, &[], |batch, indices, library| {
             let (dtype, width) = (dtype_code(hidden.dtype), hidden.width as i32);
             let from = hidden.data.part(0, hidden.bytes(samples));
             let to = batch.pooled.part(0, hidden_bytes);
-            // SAFETY: the samples are rows of the hidden states, and their copies fit, as checked.
+            // SAFETY: each sample is a row of the hidden states. `pooled` has space for the copies,
+            // whose bytes were checked above.
             unsafe {
                 launch!(
                     library,
                     backend.compute(),
-                    baton_gather_rows(dtype, from, words, to, rows, width)
+                    baton_gather_rows(dtype, from, indices, to, rows, width)
                 )
             }?;
             let (dtype, width) = (dtype_code(Dtype::F32), GROUP as i32);
             let from = logits.data.part(0, logits.bytes(samples));
             let to = batch.pooled.part(hidden_bytes, group_bytes);
-            let groups = words + 4 * rows as ffi::Address;
-            // SAFETY: the groups begin within the logits, whose memory is aligned to whole groups,
-            // and their copies fit, as checked.
+            let groups = indices + 4 * rows as ffi::Address;
+            // SAFETY: each group begins within the logits, whose memory is padded to whole groups.
+            // `pooled` has space for the copies, whose bytes were checked above.
             unsafe {
                 launch!(
                     library,
@@ -108,16 +110,16 @@ impl DeviceBatch {
 }
 
 impl PooledValues {
-    /// Returns the bytes that the device has copied.
+    /// Returns the number of bytes that the device has copied.
     pub(super) fn bytes(&self) -> usize {
-        let hidden = self.rows.map_or(0, |(dtype, width)| width * dtype.bytes());
+        let hidden = self.hidden_row.map_or(0, |(dtype, width)| width * dtype.bytes());
         let groups: usize = self.logits.iter().map(|(_, places)| places.len()).sum();
         self.hidden.len() * hidden + groups * GROUP * Dtype::F32.bytes()
     }
 
     /// Decodes the copied bytes into the values of each sample.
     pub(super) fn decode(self, bytes: &[u8]) -> Vec<(u32, Box<[f32]>)> {
-        let (dtype, width) = self.rows.unwrap_or((Dtype::F32, 0));
+        let (dtype, width) = self.hidden_row.unwrap_or((Dtype::F32, 0));
         let (rows, groups) = bytes.split_at(self.hidden.len() * width * dtype.bytes());
         let mut rows = rows.chunks_exact((width * dtype.bytes()).max(1));
         let row = |sample| (sample, widened(rows.next().expect("a row for each sample"), dtype));
@@ -132,6 +134,7 @@ impl PooledValues {
     }
 }
 
+/// Converts elements of type `dtype` to f32.
 fn widened(bytes: &[u8], dtype: Dtype) -> Box<[f32]> {
     match dtype {
         Dtype::F32 => bytes.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes)).collect(),
