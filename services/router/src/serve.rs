@@ -25,10 +25,11 @@ use crate::{
     weights::WeightUpdates,
 };
 
-/// Time for requests to end after the router has cancelled them.
+/// Maximum time until requests have ended after the router has cancelled them.
 const CUT_MAX: Duration = Duration::from_secs(2);
-/// Time for the next request of a client on a connection that it keeps.
+/// Maximum time until a client sends its next request on a connection that it keeps open.
 const NEXT_REQUEST_MAX: Duration = Duration::from_secs(1);
+/// Maximum time until the task of the membership has stopped.
 const MEMBERSHIP_MAX: Duration = Duration::from_secs(2);
 
 #[derive(Debug, thiserror::Error)]
@@ -76,8 +77,8 @@ pub struct RunningRouter {
     metrics: Metrics,
 }
 
-/// Binds all ports and serves these models; the first is the default model. Must run inside a tokio
-/// runtime.
+/// Binds all ports and starts to serve these models. The first model is the default. Must run
+/// inside a tokio runtime.
 pub fn start(
     settings: RouterSettings,
     models: Vec<ModelSource>,
@@ -100,7 +101,7 @@ pub fn start(
     let started = std::time::SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
     let http_routes = http::routes(front.clone(), metrics.clone(), started);
     let grpc_routes = grpc::routes(front.clone(), health_service)?;
-    // The requests in flight end within the same time.
+    // Weight updates may take as long to stop as the in-flight requests may take to end.
     let weights_stop_max = front.settings.router.drain_max() + CUT_MAX;
     let models = front.models.all().iter();
     let weight_metrics =
@@ -162,7 +163,7 @@ pub fn start(
     })
 }
 
-/// The state of all requests, and what only the ports and the reload task need.
+/// The state that all requests share, and values that only the ports and background tasks need.
 struct StartedFront {
     front: Arc<Front>,
     watch: OwnedTask,
@@ -205,7 +206,7 @@ fn start_front(
     let config::Router { disaggregate, roles, policy, .. } = settings.router;
     let credentials = settings.nodes.clone();
     let selection = Selection { disaggregate, roles, policy };
-    // A random seed spreads the probes of several routers.
+    // With random seeds, several routers probe a lost node at different times.
     let seed = random_bits()? as u64;
     let limits = RouterLimits::from(&settings.router);
     let router = SharedRouter::new(RouterCore::new(seed, selection, limits));
@@ -215,13 +216,14 @@ fn start_front(
     Ok(StartedFront { front, watch, admin_keys, tls, reloaded })
 }
 
-/// Reads the certificate of the ports of clients.
+/// Reads the certificate and the key with which the ports speak TLS.
 fn read_tls(settings: &config::Router) -> Result<Option<Arc<net::Tls>>, RouterStartError> {
     let (Some(cert), Some(key)) = (&settings.tls_cert, &settings.tls_key) else { return Ok(None) };
     net::read_tls(cert, key).map(|tls| Some(Arc::new(tls))).map_err(RouterStartError::File)
 }
 
-/// Reads the keys of clients and of operators, for each port that needs keys.
+/// Reads the API keys of clients and of operators; `None` where no file is set, so that no key is
+/// needed.
 fn read_keys(
     settings: &config::Router,
     models: &Models,
@@ -251,10 +253,10 @@ impl RunningRouter {
         http::probes(self.front.clone())
     }
 
-    /// First step of a graceful shutdown, in which the router accepts requests. For `delay` it stays
-    /// ready: a successor may not serve yet, and requests must go somewhere. For another `delay` it
-    /// is unready, and load balancers stop sending requests after their next probe. Ends at once
-    /// when the requests in flight are cancelled.
+    /// First step of a graceful shutdown: the router leaves, but still accepts requests. For
+    /// `delay` it stays ready, because its successor may not serve yet. For another `delay` it is
+    /// unready, so that load balancers probe it and stop sending requests. Returns early when the
+    /// token of [`Self::cut`] is cancelled.
     pub async fn leave(&self, delay: Duration) {
         self.front.leaving.cancel();
         self.metrics.set_draining(true);
@@ -270,10 +272,11 @@ impl RunningRouter {
         is_cut().await;
     }
 
-    /// Drains and stops. The router rejects requests on new connections at once. Requests in flight
-    /// may finish within the drain time-out; the others end with a typed error. An HTTP/1.1
-    /// connection whose response began before the router left gets one more request, whose response
-    /// closes the connection. Returns when every task has ended.
+    /// Drains and stops. The router rejects requests on new connections at once. In-flight requests
+    /// may finish within the drain time-out; then the router cancels them with a typed error. On an
+    /// HTTP/1.1 connection whose last response began before the router left, the router still
+    /// accepts one request, and closes the connection after its response. Returns when every task
+    /// has ended.
     pub async fn shutdown(self) -> Result<(), StopError> {
         self.front.leaving.cancel();
         self.front.unready.cancel();
@@ -284,7 +287,8 @@ impl RunningRouter {
         tracing::info!(in_flight, "draining");
         let idle_min = if in_flight > 0 { NEXT_REQUEST_MAX } else { Duration::ZERO };
         let drain = drain(router, &self.front.cut, drain_timeout, idle_min);
-        // Nodes in an update in place serve the requests in flight only after the update has ended.
+        // Both at once: a node that changes its weights in place serves in-flight requests only
+        // after the update has ended.
         let ((), weights) = tokio::join!(drain, self.weights.shutdown());
         drop(self.stop);
         self.http_task.await?;
@@ -298,15 +302,15 @@ impl RunningRouter {
         Ok(())
     }
 
-    /// Returns a token. Cancelling it ends all requests in flight at once, before the drain
-    /// time-out.
+    /// Returns a token. Cancelling the token ends all in-flight requests at once, without waiting
+    /// for the drain time-out.
     pub fn cut(&self) -> CancellationToken {
         self.front.cut.clone()
     }
 }
 
-/// Waits until the requests in flight have finished, and ends those that are in flight after the
-/// drain time-out.
+/// Waits until no request has been in flight for `idle_min`. Cancels the requests that are still in
+/// flight after the drain time-out.
 async fn drain(
     router: &SharedRouter,
     cut: &CancellationToken,
@@ -339,7 +343,7 @@ mod tests {
         let (router, cut) = (router(1), CancellationToken::new());
         let request = router.admit_work(&Flow::new(FlowName::Shared)).unwrap();
         let drain = drain(&router, &cut, Duration::from_millis(1), Duration::ZERO);
-        // The update ends only after the requests.
+        // This update ends only after the request was cancelled.
         let update = async {
             cut.cancelled().await;
             drop(request);

@@ -28,24 +28,25 @@ use crate::{
     request_driver::GenerationFields,
 };
 
-/// Delivery of the answer.
+/// Options of the answer's delivery to the client.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Delivery {
     pub stream: bool,
-    /// Sends the usage in a last chunk.
+    /// Whether a last chunk has the usage.
     pub include_usage: bool,
-    /// Sends the usage so far in every chunk (as vLLM does).
+    /// Whether every chunk has the usage so far, as in vLLM.
     pub continuous_usage: bool,
     pub token_ids: bool,
-    /// The text of a completion begins with its prompt.
+    /// Whether the text of a completion begins with its prompt.
     pub echo: bool,
-    /// Number of top log-probabilities to return at each place of the prompt.
+    /// Number of top log-probabilities to return for each prompt token.
     pub prompt_logprobs: Option<u32>,
-    /// Return the version of the weights that made each token.
+    /// Whether the answer has the version of the weights that generated each token.
     pub weight_versions: bool,
 }
 
-/// An unsupported field, with the values (as JSON) that disable it.
+/// Name of an unsupported field, and the values (as JSON) that are accepted because they have no
+/// effect.
 pub(super) type Unsupported = (&'static str, &'static [&'static str]);
 
 /// Returns the model that a request names.
@@ -117,8 +118,8 @@ pub(super) fn options(fields: &RequestFields<'_>) -> Result<Options, FieldError>
         top_p: fields.number("top_p", TOP_P)?,
         top_k: fields.integer("top_k", TOP_K)?.map(|k| u32::try_from(k).unwrap_or(0)),
         min_p: fields.number("min_p", MIN_P)?,
-        // A negative seed has the same bits as its unsigned value; -1 is random, as in vLLM,
-        // llama.cpp and Ollama.
+        // A negative seed is the unsigned number with the same bits. But -1 asks for a random seed,
+        // as in vLLM, llama.cpp and Ollama.
         seed: fields.integer("seed", SEED)?.filter(|seed| *seed != -1).map(|seed| seed as u64),
         repetition_penalty: fields.number("repetition_penalty", REPETITION_PENALTY)?,
         presence_penalty: fields.number("presence_penalty", PENALTY)?,
@@ -144,13 +145,13 @@ pub(super) fn options(fields: &RequestFields<'_>) -> Result<Options, FieldError>
         priority: fields.integer("priority", PRIORITY)?.map_or(0, |priority| priority as i32),
         grammar: grammar_fields::grammar(fields)?,
         cache_salt: check_salt("cache_salt", fields.string("cache_salt")?.unwrap_or_default())?,
-        // In headers.
+        // The session is in the headers of the request.
         session: RequestSession::default(),
     })
 }
 
-/// Reads `stop`: a string or a list of strings. The empty string is none. The text stream checks
-/// their number and lengths.
+/// Reads `stop`: a string or a list of strings. An empty string is the same as no field.
+/// `StopStrings` checks the number and the lengths of the strings.
 fn stop(fields: &RequestFields<'_>) -> Result<Vec<String>, FieldError> {
     let allowed = "a string or a list of strings";
     match fields.raw("stop") {
@@ -186,7 +187,7 @@ fn logit_bias(fields: &RequestFields<'_>) -> Result<Vec<(u32, f32)>, FieldError>
     checked_bias(NAME, biases.into_iter().flatten().map(read).collect::<Result<_, _>>()?)
 }
 
-/// Reads how many tokens of the prompt are kept, as in vLLM: the last ones.
+/// Reads how many of the last tokens of the prompt are kept, as in vLLM.
 fn truncation(fields: &RequestFields<'_>) -> Result<Truncation, FieldError> {
     const NAME: &str = "truncate_prompt_tokens";
     match fields.integer(NAME, TRUNCATE)? {
@@ -205,13 +206,14 @@ fn truncation(fields: &RequestFields<'_>) -> Result<Truncation, FieldError> {
 enum LengthLimit {
     /// -1, as in llama.cpp.
     Unlimited,
-    /// 0: the client wants to know only about the prompt.
+    /// 0: the client wants no output tokens, only the prompt or its log-probabilities.
     PromptOnly,
     Tokens(u32),
 }
 
 impl LengthLimit {
-    /// Returns the limit as nodes know it.
+    /// Returns the limit for nodes, which generate at least one token. The router drops the token
+    /// of [`Self::PromptOnly`].
     fn tokens(self) -> Option<u32> {
         match self {
             Self::Unlimited => None,
@@ -221,16 +223,16 @@ impl LengthLimit {
     }
 }
 
-/// Reads the maximum number of output tokens. 0 is allowed if the answer tells something of the
-/// prompt.
+/// Reads the maximum number of output tokens. 0 is allowed only with `returns_prompt`: when the
+/// answer contains the prompt or its log-probabilities.
 fn length_limit(
     fields: &RequestFields<'_>,
     name: &str,
-    tells_of_prompt: bool,
+    returns_prompt: bool,
 ) -> Result<Option<LengthLimit>, FieldError> {
     match fields.integer(name, -1..=0) {
         Ok(Some(-1)) => Ok(Some(LengthLimit::Unlimited)),
-        Ok(Some(_)) if tells_of_prompt => Ok(Some(LengthLimit::PromptOnly)),
+        Ok(Some(_)) if returns_prompt => Ok(Some(LengthLimit::PromptOnly)),
         _ => Ok(fields.count(name, TOKENS)?.map(LengthLimit::Tokens)),
     }
 }
@@ -259,14 +261,15 @@ pub(super) fn read_chat(
     read_with_foreign_fields(fields, &[], read_own_chat)
 }
 
+/// Reads the fields after those of other servers were renamed to the router's fields.
 fn read_own_chat(fields: &RequestFields<'_>) -> Result<(GenerationFields, Delivery), FieldError> {
     check_unsupported(fields, &CHAT_UNSUPPORTED)?;
     let mut options = options(fields)?;
     let delivery = delivery(fields)?;
     options.prompt_logprobs = delivery.prompt_logprobs;
-    let tells_of_prompt = delivery.prompt_logprobs.is_some();
-    let max_tokens = length_limit(fields, "max_tokens", tells_of_prompt)?;
-    let max_completion_tokens = length_limit(fields, "max_completion_tokens", tells_of_prompt)?;
+    let returns_prompt = delivery.prompt_logprobs.is_some();
+    let max_tokens = length_limit(fields, "max_tokens", returns_prompt)?;
+    let max_completion_tokens = length_limit(fields, "max_completion_tokens", returns_prompt)?;
     let length = max_completion_tokens.or(max_tokens);
     options.max_tokens = length.and_then(LengthLimit::tokens);
     let max_tokens_name = match max_completion_tokens {
@@ -294,7 +297,7 @@ fn read_own_chat(fields: &RequestFields<'_>) -> Result<(GenerationFields, Delive
     Ok((parsed, delivery))
 }
 
-/// Reads the conversation and its rendering options.
+/// Reads the messages of a chat, and the options of the chat template.
 pub(super) fn chat_source(
     fields: &RequestFields<'_>,
     tools: Option<&OfferedTools>,
@@ -303,7 +306,7 @@ pub(super) fn chat_source(
     let Some(text) = fields.raw("messages") else {
         return Err(FieldError::new("messages", format!("is missing; allowed: {allowed}")));
     };
-    let other = || {
+    let not_a_list = || {
         let problem = format!("is {}; allowed: {allowed}", type_or_scalar(text));
         FieldError::new("messages", problem)
     };
@@ -311,7 +314,7 @@ pub(super) fn chat_source(
     match messages.as_array() {
         Some(messages) if !messages.is_empty() => {}
         Some(_) => return Err(FieldError::new("messages", "is empty; allowed: at least one")),
-        None => return Err(other()),
+        None => return Err(not_a_list()),
     }
     let continue_final_message = fields.boolean("continue_final_message")?.unwrap_or(false);
     let add_generation_prompt = fields.boolean("add_generation_prompt")?;
@@ -337,12 +340,12 @@ pub(super) fn chat_source(
     })
 }
 
-/// Field for how long a reasoning model shall think, and the template variable of this name.
-/// Without reasoning the variable `enable_thinking` is false, too.
+/// Field with the reasoning effort, which sets the chat-template variable of the same name. The
+/// effort `none` also sets the variable `enable_thinking` to false.
 const REASONING_EFFORT: &str = "reasoning_effort";
 const REASONING_EFFORTS: [&str; 5] = ["none", "minimal", "low", "medium", "high"];
 
-/// Reads the client's own variables of the chat template.
+/// Reads the chat-template variables in `chat_template_kwargs`.
 pub(super) fn template_variables(
     fields: &RequestFields<'_>,
 ) -> Result<Map<String, Value>, FieldError> {
@@ -353,7 +356,8 @@ pub(super) fn template_variables(
     Ok(variables)
 }
 
-/// Reads the variables of the chat template, with the variables of `reasoning_effort`.
+/// Reads the chat-template variables: those in `chat_template_kwargs`, and those that
+/// `reasoning_effort` sets.
 pub(super) fn template_kwargs(
     fields: &RequestFields<'_>,
 ) -> Result<Map<String, Value>, FieldError> {
@@ -363,7 +367,7 @@ pub(super) fn template_kwargs(
             let allowed = REASONING_EFFORTS.join(", ");
             return Err(invalid_value(REASONING_EFFORT, &json!(effort).to_string(), &allowed));
         }
-        // The client's own variables are more specific.
+        // Variables in `chat_template_kwargs` take precedence: they are more specific.
         if effort == "none" {
             variables.entry("enable_thinking").or_insert(false.into());
         }
@@ -379,6 +383,7 @@ pub(super) fn read_completion(
     read_with_foreign_fields(fields, &[], read_own_completion)
 }
 
+/// Reads the fields after those of other servers were renamed to the router's fields.
 fn read_own_completion(
     fields: &RequestFields<'_>,
 ) -> Result<(GenerationFields, Delivery), FieldError> {
@@ -390,12 +395,13 @@ fn read_own_completion(
     };
     let mut options = options(fields)?;
     let delivery = Delivery { echo: fields.boolean("echo")?.unwrap_or(false), ..delivery(fields)? };
-    let tells_of_prompt = delivery.echo || delivery.prompt_logprobs.is_some();
-    let max_tokens = length_limit(fields, "max_tokens", tells_of_prompt)?;
+    let returns_prompt = delivery.echo || delivery.prompt_logprobs.is_some();
+    let max_tokens = length_limit(fields, "max_tokens", returns_prompt)?;
     options.max_tokens = max_tokens.and_then(LengthLimit::tokens);
     options.logprobs = fields.count("logprobs", LOGPROBS)?;
-    let echoed = options.logprobs.filter(|_| delivery.echo);
-    options.prompt_logprobs = delivery.prompt_logprobs.max(echoed);
+    // With `echo`, `logprobs` asks for the log-probabilities of the prompt, too.
+    let echo_logprobs = options.logprobs.filter(|_| delivery.echo);
+    options.prompt_logprobs = delivery.prompt_logprobs.max(echo_logprobs);
     let parsed = GenerationFields {
         prompts: prompts(fields, "prompt")?.into_iter().map(source).collect(),
         choices: choices(fields)?,
@@ -418,8 +424,8 @@ pub(super) enum CompletionPrompt {
     Tokens(Vec<u32>),
 }
 
-/// Parses one or several prompts in the field `name`, each a text or token ids. Token ids are
-/// parsed directly, because JSON values would take ten times the memory.
+/// Parses the field `name`: one prompt or a list of prompts, each a text or token ids. Token ids
+/// are parsed as integers, because a [`Value`] for each id would take ten times the memory.
 pub(super) fn prompts(
     fields: &RequestFields<'_>,
     name: &str,
@@ -431,7 +437,7 @@ pub(super) fn prompts(
     let inner = text.strip_prefix('[').map(str::trim_ascii_start);
     match inner {
         Some(inner) if inner.starts_with(['"', '[']) => {
-            let list = json::<Vec<&RawValue>>(name, text, None)?.into_iter().enumerate();
+            let list = prompt_json::<Vec<&RawValue>>(name, text, None)?.into_iter().enumerate();
             list.map(|(index, one)| prompt(name, one.get(), Some(index))).collect()
         }
         Some("]") => Err(FieldError::new(name, "is empty; allowed: at least one token")),
@@ -442,8 +448,8 @@ pub(super) fn prompts(
 /// Parses one prompt; `index` is its position in a list of prompts.
 fn prompt(name: &str, text: &str, index: Option<usize>) -> Result<CompletionPrompt, FieldError> {
     match text.as_bytes().first() {
-        Some(b'"') => json(name, text, index).map(CompletionPrompt::Text),
-        Some(b'[') => json(name, text, index).map(CompletionPrompt::Tokens),
+        Some(b'"') => prompt_json(name, text, index).map(CompletionPrompt::Text),
+        Some(b'[') => prompt_json(name, text, index).map(CompletionPrompt::Tokens),
         _ => {
             let problem = "allowed: a text, token ids, or a list of either";
             let at = index.map_or(String::new(), |index| format!(" at index {index}"));
@@ -452,9 +458,9 @@ fn prompt(name: &str, text: &str, index: Option<usize>) -> Result<CompletionProm
     }
 }
 
-/// Parses a part of the prompt. The error names the type found, or the number, and the expected
-/// type.
-fn json<'a, T: Deserialize<'a>>(
+/// Parses the JSON of a list of prompts, or of the prompt at `index`. An error names the type or
+/// the number that was found, and the expected type.
+fn prompt_json<'a, T: Deserialize<'a>>(
     name: &str,
     text: &'a str,
     index: Option<usize>,
@@ -533,7 +539,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chats_template_variables_count_as_its_bytes() {
+    fn bytes_of_a_chat_include_its_template_variables() {
         let long = "x".repeat(5000);
         let messages = r#"[{"role":"user","content":"hi"}]"#;
         let body =
