@@ -1,10 +1,10 @@
-//! `baton-bench speculate`: decode throughput with speculative decoding where an answer repeats its
-//! prompt; no network.
+//! `baton-bench speculate`: decode throughput with and without speculative decoding, for an answer
+//! that repeats its prompt. The benchmark runs the engine in its own process, without a network.
 //!
-//! A request asks for a change to a piece of code. The benchmark alternates between the numbers of
-//! draft tokens, so that changes of the machine's speed affect all of them alike. All answers must
-//! be equal, except on a GPU in bf16: rounding depends on the number of rows in a GEMM, and may
-//! change a choice between nearly equal logits.
+//! The prompt asks for a change to a piece of code. Every round runs each number of draft tokens
+//! once, so that changes of the machine's speed affect all of them alike. All answers must be
+//! equal, except on a GPU with another weight format than f32: there rounding depends on the number
+//! of rows in a GEMM, and may change a choice between nearly equal logits.
 
 use std::{
     path::{Path, PathBuf},
@@ -39,7 +39,7 @@ use baton::{
     model_store,
 };
 
-/// A small model repeats the code, with or without the new name.
+/// The default prompt. Even a model that is too small to rename the variable repeats the code.
 const PROMPT: &str = r#"Rename the variable `total` to `balance` and write the whole code again, without explanation.
 
 ```python
@@ -81,7 +81,7 @@ pub(crate) struct SpeculateArgs {
     /// Folder of the models that were fetched by name.
     #[arg(long, env = "BATON_MODELS_DIR", default_value = "models")]
     models_dir: PathBuf,
-    /// Number format of the weights: f32, bf16, q8 or fp8 (with KV in bf16).
+    /// Weight format: f32, bf16, q8 (CPUs) or fp8 (GPUs). KV is f32 with f32, otherwise bf16.
     #[arg(long, default_value = "bf16", value_parser = parse_dtype)]
     dtype: WeightFormat,
     /// Device of the forward pass: cpu or cuda.
@@ -95,13 +95,15 @@ pub(crate) struct SpeculateArgs {
     /// File with the user's message [default: a built-in message about code].
     #[arg(long)]
     prompt_file: Option<PathBuf>,
-    /// Maximum draft tokens of a row in a step; 0: no speculative decoding.
+    /// Maximum draft tokens of a row in a step: the values to compare. 0: no speculative decoding.
     #[arg(long, value_delimiter = ',', default_value = "0,4,8,12")]
     drafts: Vec<u32>,
-    /// Minimum length of an n-gram that must have occurred before.
+    /// Minimum number of tokens that must repeat before draft tokens are proposed
+    /// (`node.speculate_ngram_min`).
     #[arg(long, default_value_t = config::Node::default().speculate_ngram_min, value_parser = clap::value_parser!(u32).range(1..=64))]
     ngram_min: u32,
-    /// Maximum length of an n-gram that is compared.
+    /// Maximum number of tokens compared to select the best of several repetitions
+    /// (`node.speculate_ngram_max`).
     #[arg(long, default_value_t = config::Node::default().speculate_ngram_max, value_parser = clap::value_parser!(u32).range(1..=64))]
     ngram_max: u32,
     /// Maximum tokens of a step with draft tokens (`node.speculate_step_tokens`).
@@ -116,7 +118,7 @@ pub(crate) struct SpeculateArgs {
     /// Maximum tokens of an answer.
     #[arg(long, default_value_t = 400, value_parser = clap::value_parser!(u32).range(2..=8192))]
     max_tokens: u32,
-    /// Runs with each number of draft tokens; the median counts.
+    /// Timed runs with each number of draft tokens; the throughput is their median.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: u32,
     /// Also print the answer.
@@ -124,7 +126,7 @@ pub(crate) struct SpeculateArgs {
     show: bool,
 }
 
-/// Result of one run.
+/// Result of one run. Only `answers` includes the time until every answer has its first token.
 struct RunResult {
     tokens_per_s: f64,
     answers: Vec<Vec<u32>>,
@@ -262,7 +264,8 @@ fn start(
     Ok(StepLoop::new(Scheduler::new(SchedulerConfig::new(executor.limits()), seeds)?, executor))
 }
 
-/// Runs one batch, timed from the moment when every answer has its first token.
+/// Runs one batch. The result excludes the time, steps and tokens until every answer has its first
+/// token.
 fn answer(
     args: &SpeculateArgs,
     engine: &mut StepLoop<Box<dyn Executor>>,
@@ -295,7 +298,7 @@ fn answer(
         engine.handle(Input::Arrived(sequence), &mut actions);
     }
     let mut answers = vec![Vec::new(); args.batch as usize];
-    let (mut finished, mut steps, mut all_begun) = (0, 0, None);
+    let (mut finished, mut steps, mut timed_from) = (0, 0, None);
     while finished < args.batch {
         engine.turn(Duration::from_secs(60), &mut actions)?;
         steps += engine.take_records().len();
@@ -309,15 +312,15 @@ fn answer(
                 _ => {}
             }
         }
-        if all_begun.is_none() && answers.iter().all(|answer| !answer.is_empty()) {
-            let counted: usize = answers.iter().map(Vec::len).sum();
+        if timed_from.is_none() && answers.iter().all(|answer| !answer.is_empty()) {
+            let untimed: usize = answers.iter().map(Vec::len).sum();
             steps = 0;
             engine.take_speculated();
-            all_begun = Some((Instant::now(), counted));
+            timed_from = Some((Instant::now(), untimed));
         }
     }
-    let (began, counted) = all_begun.context("an answer is empty")?;
-    let tokens = answers.iter().map(Vec::len).sum::<usize>() - counted;
+    let (began, untimed) = timed_from.context("an answer is empty")?;
+    let tokens = answers.iter().map(Vec::len).sum::<usize>() - untimed;
     let tokens_per_s = tokens as f64 / began.elapsed().as_secs_f64();
     let speculated = engine.take_speculated();
     while engine.steps_in_flight() > 0 {

@@ -1,8 +1,8 @@
-//! The device of a simulated node: an executor of the engine on the cluster's clock.
+//! The device of a simulated node: an executor of the engine on the cluster's virtual clock.
 //!
-//! Many nodes share one clock. So [`Device`] decides when each step is due, by a cost model, and
-//! the executor computes the step's result: the `sim` executor, which checks tokens and KV, or the
-//! `counting` executor in a replay.
+//! All nodes share the clock, so no executor may advance it. [`Device`] only decides when each step
+//! is due, by a cost model. An inner executor computes the step's result. It is the `sim` executor,
+//! which checks tokens and KV, or in the replay of a trace the `counting` executor.
 
 use std::{
     collections::VecDeque,
@@ -22,20 +22,20 @@ use engine::{
 };
 use simulation_base::Random;
 
-/// Cost model of a device.
+/// Cost model of a device: the time of a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepCost {
     pub prefill: PrefillCosts,
     pub decode: DecodeCosts,
-    /// Standard deviation of a step's time, relative to the model's.
+    /// Standard deviation of a step's time, as a fraction of the mean time.
     pub deviation: f64,
-    /// Whether a step is computed when it is launched, instead of when its result is due. A real
-    /// device computes in between.
+    /// Whether a step's result is computed when the step is launched, instead of when the result is
+    /// due. A real device computes it at a time in between.
     pub is_eager: bool,
 }
 
 impl StepCost {
-    /// Returns costs of a fixed time for each step and each token.
+    /// Returns a cost model in which each step and each token take a fixed time.
     pub fn linear(step: Duration, token: Duration) -> Self {
         let [step_ms, token_ms] = [step, token].map(|time| time.as_secs_f64() * 1e3);
         Self {
@@ -46,8 +46,8 @@ impl StepCost {
         }
     }
 
-    /// Returns the mean time of a step. A step with prefill takes at least as long as its decode
-    /// part, because every step reads all weights.
+    /// Returns the mean time of a step in ms. A step with prefill takes at least as long as a step
+    /// with the same decode rows and no prefill, because every step reads all weights.
     pub fn step_ms(&self, work: &StepWork) -> f64 {
         let Self { prefill, decode, .. } = self;
         let rows_ms = decode.row_ms * f64::from(work.decode_rows)
@@ -62,13 +62,13 @@ impl StepCost {
     }
 }
 
-/// The executor that computes the results.
-enum Results {
+/// The executor that computes the results of steps.
+enum InnerExecutor {
     Checked(SimExecutor),
     Counted(CountingExecutor),
 }
 
-impl Results {
+impl InnerExecutor {
     fn executor(&self) -> &dyn Executor {
         match self {
             Self::Checked(executor) => executor,
@@ -83,8 +83,9 @@ impl Results {
         }
     }
 
-    /// Launches the step and returns its work. The `sim` executor does not report the work of a
-    /// step before its end: all rows with one token count as decode rows.
+    /// Launches the step and returns its work. The `sim` executor does not report the work, so it
+    /// is estimated from the plan: a row with one token counts as a decode row, and contexts as
+    /// empty.
     fn launch(&mut self, plan: StepPlan) -> Result<StepWork, ExecutorError> {
         match self {
             Self::Counted(executor) => {
@@ -107,25 +108,25 @@ impl Results {
 }
 
 pub(crate) struct Device {
-    results: Results,
+    inner: InnerExecutor,
     cost: StepCost,
     random: Random,
     now: Instant,
     /// Due time and duration of each step in flight, oldest first.
     due: VecDeque<(Instant, Duration)>,
-    /// Results of steps in flight that are computed already.
+    /// Results of steps in flight that were computed before they are due, oldest first.
     computed: VecDeque<StepResult>,
-    /// Time of all launched steps.
+    /// Total duration of all launched steps.
     busy: Duration,
     /// Whether the step launched last awaits its token bitmasks.
     is_awaiting: bool,
     is_rank_lost: bool,
-    /// Whether the weights in use were released, so that no step can run.
+    /// Whether the weights were released and none are committed since, so that no step can run.
     is_released: bool,
 }
 
 impl Device {
-    /// `is_checked`: the device keeps and checks tokens and KV.
+    /// Creates a device. `is_checked`: whether the device keeps tokens and KV, and checks them.
     pub(crate) fn new(
         limits: ExecutorLimits,
         cost: StepCost,
@@ -138,12 +139,12 @@ impl Device {
             token: Duration::ZERO,
             context_token: Duration::ZERO,
         };
-        let results = match is_checked {
-            true => Results::Checked(SimExecutor::new(limits, no_cost, now)),
-            false => Results::Counted(CountingExecutor::new(limits, now)),
+        let inner = match is_checked {
+            true => InnerExecutor::Checked(SimExecutor::new(limits, no_cost, now)),
+            false => InnerExecutor::Counted(CountingExecutor::new(limits, now)),
         };
         Self {
-            results,
+            inner,
             cost,
             random,
             now,
@@ -156,15 +157,15 @@ impl Device {
         }
     }
 
-    /// Returns the KV memory of a device that keeps KV.
+    /// Returns the device's KV memory; `None` if the device keeps no KV.
     pub(crate) fn arena(&self) -> Option<SimArena> {
-        match &self.results {
-            Results::Checked(executor) => Some(executor.arena()),
-            Results::Counted(_) => None,
+        match &self.inner {
+            InnerExecutor::Checked(executor) => Some(executor.arena()),
+            InnerExecutor::Counted(_) => None,
         }
     }
 
-    /// Returns the time of all launched steps.
+    /// Returns the total duration of all launched steps.
     pub(crate) fn busy(&self) -> Duration {
         self.busy
     }
@@ -174,10 +175,10 @@ impl Device {
         self.now = now;
     }
 
-    /// Prepares weights of this version. `in_flight`: the treatment of running sequences at the
-    /// commit.
+    /// Prepares weights of this version for the next commit. `in_flight`: the treatment of running
+    /// sequences at that commit.
     pub(crate) fn prepare_weights(&mut self, version: u64, in_flight: InFlight) {
-        if let Results::Checked(executor) = &mut self.results {
+        if let InnerExecutor::Checked(executor) = &mut self.inner {
             executor.prepare_weights(version, in_flight);
         }
     }
@@ -187,7 +188,7 @@ impl Device {
         self.is_rank_lost = true;
     }
 
-    /// Returns when the oldest step in flight is done.
+    /// Returns when the oldest step in flight is due.
     pub(crate) fn next_due(&self) -> Option<Instant> {
         self.due.front().map(|&(due, _)| due)
     }
@@ -201,10 +202,10 @@ impl Device {
         Duration::from_nanos((mean_ms * factor * 1e6) as u64)
     }
 
-    /// Computes the step launched last if steps are computed when they are launched.
+    /// Computes the result of the step launched last, if results are computed at the launch.
     fn compute_early(&mut self) -> Result<(), ExecutorError> {
         if self.cost.is_eager {
-            self.computed.extend(self.results.executor_mut().collect(Duration::ZERO)?);
+            self.computed.extend(self.inner.executor_mut().collect(Duration::ZERO)?);
         }
         Ok(())
     }
@@ -222,7 +223,7 @@ impl Executor for Device {
         self.check_ranks()?;
         assert!(!self.is_released, "a step is launched without weights");
         self.is_awaiting = plan.awaits_masks;
-        let work = self.results.launch(plan)?;
+        let work = self.inner.launch(plan)?;
         let busy = self.step_time(&work);
         self.busy += busy;
         let free_at = self.due.back().map_or(self.now, |&(due, _)| due.max(self.now));
@@ -235,16 +236,17 @@ impl Executor for Device {
 
     fn supply(&mut self, step_id: StepId, masks: Vec<RowMask>) -> Result<(), ExecutorError> {
         self.check_ranks()?;
-        self.results.executor_mut().supply(step_id, masks)?;
+        self.inner.executor_mut().supply(step_id, masks)?;
         self.is_awaiting = false;
         self.compute_early()
     }
 
     fn masks_are_due(&self) -> bool {
-        self.results.executor().masks_are_due()
+        self.inner.executor().masks_are_due()
     }
 
-    /// Returns a completed step, if any. Never waits: the cluster's clock does not move meanwhile.
+    /// Returns the result of the oldest step if it is due. Never waits, because the cluster's clock
+    /// stands still during the call.
     fn collect(&mut self, _timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
         self.check_ranks()?;
         let Some(&(_, busy)) = self.due.front().filter(|(due, _)| *due <= self.now) else {
@@ -252,7 +254,7 @@ impl Executor for Device {
         };
         let result = match self.computed.pop_front() {
             Some(result) => Some(result),
-            None => self.results.executor_mut().collect(Duration::ZERO)?,
+            None => self.inner.executor_mut().collect(Duration::ZERO)?,
         };
         Ok(result.map(|result| {
             self.due.pop_front();
@@ -269,11 +271,11 @@ impl Executor for Device {
     fn commit_weights(&mut self) -> Result<(), ExecutorError> {
         self.check_ranks()?;
         self.is_released = false;
-        self.results.executor_mut().commit_weights()
+        self.inner.executor_mut().commit_weights()
     }
 
     fn limits(&self) -> ExecutorLimits {
-        self.results.executor().limits()
+        self.inner.executor().limits()
     }
 
     fn now(&self) -> Instant {

@@ -1,4 +1,4 @@
-//! Records the measurements of the core in the node's instruments.
+//! Records the measurements of the node core in the node's metrics.
 
 use engine::{
     SpeculationStats, StepRecord,
@@ -14,7 +14,7 @@ use telemetry::{
 
 use crate::node_core::{Metric, SequenceOutcome};
 
-/// Records a measurement that is not of a KV tier.
+/// Records a measurement. Ignores [`Metric::Tier`].
 pub(super) fn record(metrics: &NodeMetrics, metric: Metric) {
     match metric {
         Metric::QueueTime(waited) => metrics.queued(waited),
@@ -31,7 +31,7 @@ pub(super) fn record(metrics: &NodeMetrics, metric: Metric) {
         }
         Metric::Preempted(count) => metrics.preempted(count),
         Metric::Load(load) => metrics.set_load(&load_stats(&load)),
-        // `TierMetrics` exports these statistics.
+        // `TierMetrics` exports the statistics of KV tiers.
         Metric::Tier(..) => {}
     }
 }

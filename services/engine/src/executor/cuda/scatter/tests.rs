@@ -22,7 +22,7 @@ fn dummy(config: &Value) -> Checkpoint {
     Checkpoint::open(folder.path(), LoadFormat::Dummy { seed: 7 }).unwrap()
 }
 
-/// Packs into host memory as [`TransformerWeights::pack`] orders.
+/// Packs into host memory, in the order of [`TransformerWeights::pack`].
 struct HostPacker {
     shard: Shard,
     dtype: Dtype,
@@ -55,8 +55,8 @@ fn packed(checkpoint: &Checkpoint, shard: Shard, dtype: Dtype) -> Vec<u8> {
     packer.bytes.into_inner().unwrap()
 }
 
-/// Returns a trainer's tensors in reverse order, with their bytes.
-fn trainer(checkpoint: &Checkpoint, dtype: Dtype) -> (Vec<DeclaredTensor>, Vec<Vec<u8>>) {
+/// Returns the tensors that a trainer declares, in reverse packing order, and the bytes of each.
+fn trainer_tensors(checkpoint: &Checkpoint, dtype: Dtype) -> (Vec<DeclaredTensor>, Vec<Vec<u8>>) {
     let config = checkpoint.config();
     let mut weights: Vec<_> = Weight::all(config).collect();
     weights.reverse();
@@ -80,8 +80,8 @@ fn trainer(checkpoint: &Checkpoint, dtype: Dtype) -> (Vec<DeclaredTensor>, Vec<V
     weights.iter().map(tensor).unzip()
 }
 
-/// Cuts the tensors into chunks, copies them as a GPU does, and returns the packed weights and the
-/// digests.
+/// Cuts the tensors into chunks of `chunk_bytes`, makes the GPU's copies on the host, and returns
+/// the packed weights and the tensors' digests.
 fn received(
     config: &ModelConfig,
     shard: Shard,
@@ -111,15 +111,15 @@ fn received(
         }
         for (index, at, runs) in &work.complete {
             let bytes = &out[*at..*at + runs.bytes()];
-            let is_bad = |bits: u16| bits & 0x7f80 == 0x7f80;
-            let bad = match dtype {
+            let is_non_finite = |bits: u16| bits & 0x7f80 == 0x7f80;
+            let non_finite = match dtype {
                 Dtype::Bf16 => {
                     let bits = bytes.as_chunks().0.iter().map(|bytes| u16::from_le_bytes(*bytes));
-                    bits.filter(|bits| is_bad(*bits)).count()
+                    bits.filter(|bits| is_non_finite(*bits)).count()
                 }
                 Dtype::F32 => widened(bytes, dtype).iter().filter(|it| !it.is_finite()).count(),
             };
-            digests[*index] = (of_weight(runs, bytes), bad as u64);
+            digests[*index] = (of_weight(runs, bytes), non_finite as u64);
         }
         chunk.clear();
         pieces.clear();
@@ -144,7 +144,7 @@ fn received(
         Ok::<_, DeclaredError>(())
     };
     let digests = scatter.finish(&copied, upload)?;
-    // The bytes of vectors are packed in f32.
+    // `bytes` counts vectors in the trainer's type, but `out` has them in f32, which may be larger.
     assert!(scatter.bytes() <= out.len() as u64);
     Ok((out, digests))
 }
@@ -152,11 +152,11 @@ fn received(
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
-    /// Any cut gives each rank the bytes that it packs from a checkpoint, and the ranks' digests
-    /// add up.
+    /// With chunks of any size, each rank packs the same bytes as from a checkpoint, and the
+    /// digests of the ranks' parts add up to the digest of the tensor.
     #[test]
-    fn chunks_are_packed_as_a_checkpoint_is(chunk_bytes in 1usize..3000, is_long in any::<bool>()) {
-        let chunk_bytes = if is_long { chunk_bytes * 20 } else { chunk_bytes };
+    fn chunks_pack_as_from_a_checkpoint(chunk_bytes in 1usize..3000, is_large in any::<bool>()) {
+        let chunk_bytes = if is_large { chunk_bytes * 20 } else { chunk_bytes };
         for (architecture, name, tied) in [
             ("LlamaForCausalLM", "llama", false),
             ("Qwen2ForCausalLM", "qwen2", true),
@@ -165,7 +165,7 @@ proptest! {
             let checkpoint = checkpoint(architecture, name, tied);
             let config = checkpoint.config();
             for dtype in [Dtype::Bf16, Dtype::F32] {
-                let tensors = trainer(&checkpoint, dtype);
+                let tensors = trainer_tensors(&checkpoint, dtype);
                 let whole = received(config, Shard::WHOLE, dtype, &tensors, chunk_bytes).unwrap();
                 prop_assert!(whole.0 == packed(&checkpoint, Shard::WHOLE, dtype));
                 for ((tensor, bytes), digest) in tensors.0.iter().zip(&tensors.1).zip(&whole.1) {
@@ -185,7 +185,7 @@ proptest! {
                 for (tensor, whole) in whole.1.iter().enumerate() {
                     let [one, two] = [&ranks[0], &ranks[1]].map(|rank| rank[tensor].unwrap());
                     let whole = whole.unwrap();
-                    // Each rank has all bytes of a norm.
+                    // Norms are not sharded: each rank has all bytes of the tensor.
                     match one.is_whole {
                         true => prop_assert_eq!((one, two), (whole, whole)),
                         false => {
@@ -227,7 +227,7 @@ fn a_rank_of_two_copies_half_of_the_bytes_of_an_8b_model() {
 #[test]
 fn invalid_tensors_are_named() {
     let checkpoint = checkpoint("LlamaForCausalLM", "llama", true);
-    let valid = trainer(&checkpoint, Dtype::Bf16);
+    let valid = trainer_tensors(&checkpoint, Dtype::Bf16);
     let receive = |tensors: &(Vec<DeclaredTensor>, Vec<Vec<u8>>)| {
         received(checkpoint.config(), Shard::WHOLE, Dtype::Bf16, tensors, 999)
     };
@@ -255,7 +255,7 @@ fn invalid_tensors_are_named() {
     more.1.push(vec![0; 8]);
     let error = receive(&more).unwrap_err().to_string();
     assert!(error.contains("\"extra\" is not part of the llama architecture"), "{error}");
-    // A repeated tied output is accepted and not used.
+    // With tied embeddings `lm_head.weight` repeats the embedding. It is accepted and not used.
     let embedding = valid.0.iter().position(|it| it.name.contains("embed_tokens")).unwrap();
     let mut repeated = valid.clone();
     let output = DeclaredTensor { name: "lm_head.weight".into(), ..valid.0[embedding].clone() };
