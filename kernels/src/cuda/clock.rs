@@ -38,9 +38,9 @@ impl DeviceClock {
             let before = Instant::now();
             event.record(stream)?;
             event.synchronize()?;
-            let between = before.elapsed();
-            if best.as_ref().is_none_or(|(shortest, ..)| between < *shortest) {
-                best = Some((between, event, before + between / 2));
+            let elapsed = before.elapsed();
+            if best.as_ref().is_none_or(|(shortest, ..)| elapsed < *shortest) {
+                best = Some((elapsed, event, before + elapsed / 2));
             }
         }
         let (_, reference, at) = best.expect("there was at least one attempt");

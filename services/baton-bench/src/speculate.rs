@@ -168,7 +168,7 @@ pub(crate) fn run(args: SpeculateArgs) -> Result<()> {
         "{:>6} {:>8} {:>8} {:>8} {:>7} {:>8} {:>8} {:>13} {:>9}",
         "drafts", "tok/s", "min", "max", "ratio", "steps", "drafted", "accepted", "ms/step"
     );
-    let mut base = None;
+    let mut baseline = None;
     for (drafts, _, runs) in &engines {
         let is_exact = args.device == "cpu" || args.dtype == WeightFormat::F32;
         ensure!(
@@ -177,14 +177,14 @@ pub(crate) fn run(args: SpeculateArgs) -> Result<()> {
         );
         let all: Vec<f64> = runs.iter().map(|run| run.tokens_per_s).collect();
         let tokens_per_s = median(&all);
-        let base = *base.get_or_insert(tokens_per_s);
+        let baseline = *baseline.get_or_insert(tokens_per_s);
         let RunResult { steps, speculated, .. } = &runs[0];
         let tokens: usize = runs[0].answers.iter().map(Vec::len).sum();
         println!(
             "{drafts:>6} {tokens_per_s:>8.1} {:>8.1} {:>8.1} {:>7.2} {steps:>8} {:>8} {:>6} ({:>3.0} %) {:>9.2}",
             all.iter().copied().fold(f64::INFINITY, f64::min),
             all.iter().copied().fold(0.0, f64::max),
-            tokens_per_s / base,
+            tokens_per_s / baseline,
             speculated.drafted,
             speculated.accepted,
             100.0 * speculated.accepted as f64 / speculated.drafted.max(1) as f64,
