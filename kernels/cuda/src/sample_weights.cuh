@@ -1,14 +1,15 @@
-// Unnormalized token probabilities (weights) and random numbers, with the same arithmetic as on the CPU.
+// Weights and random numbers of tokens, with the same arithmetic as on the CPU. The weight of a token is its
+// unnormalized probability, exp((logit - greatest logit) / temperature), which is 1 for the likeliest token.
 #pragma once
 
 #include "sample.cuh"
 
 namespace baton::sampling {
 
-// e to the power of x for x <= 0, as in kernels/src/cpu/arithmetic.rs.
+// Returns e to the power of x for x <= 0, computed as by `exp` in kernels/src/cpu/arithmetic.rs.
 __device__ inline float exp_cpu(float x) {
   if (x < -87.f) return 0.f;
-  constexpr float ROUND = 12582912.f;
+  constexpr float ROUND = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, in the low bits of the sum
   const float shifted = x * 1.44269504088896340736f + ROUND;
   const float power = shifted - ROUND;
   const float rest = (x - power * 0.6933594f) - power * -2.1219444e-4f;
@@ -22,7 +23,9 @@ __device__ inline float exp_cpu(float x) {
   return value * __uint_as_float((__float_as_uint(shifted) + 127u) << 23);
 }
 
-__device__ inline float weigh(float logit, float best, float temperature) { return exp_cpu((logit - best) / temperature); }
+__device__ inline float weigh(float logit, float best, float temperature) {
+  return exp_cpu((logit - best) / temperature);
+}
 
 __device__ inline uint64_t splitmix64(uint64_t x) {
   x += 0x9e3779b97f4a7c15ull;
@@ -38,6 +41,7 @@ __device__ inline uint32_t triple32(uint32_t x) {
   return x ^ (x >> 14);
 }
 
+// Key of the random numbers of one sample: a hash of the sequence's seed and the index of the output token.
 struct Key {
   uint32_t low, high;
   __device__ Key(uint64_t seed, uint64_t index) {
@@ -45,9 +49,12 @@ struct Key {
     low = static_cast<uint32_t>(key);
     high = static_cast<uint32_t>(key >> 32);
   }
+  // Returns the random bits of a token.
   __device__ uint32_t bits(uint32_t token) const { return triple32(triple32(token ^ low) ^ high); }
-  __device__ static double arrival(uint32_t bits, float p) {
-    return -log1p(-((static_cast<double>(bits) + 0.5) / 4294967296.0)) / static_cast<double>(p);
+  // Returns an exponentially distributed arrival time with the weight as the rate: -ln(1 - u) / weight, with u from the
+  // random bits.
+  __device__ static double arrival(uint32_t bits, float weight) {
+    return -log1p(-((static_cast<double>(bits) + 0.5) / 4294967296.0)) / static_cast<double>(weight);
   }
 };
 
@@ -56,21 +63,25 @@ struct Key {
 struct Race {
   double arrival = INFINITY;
   int token = NO_TOKEN;
-  float bound = INFINITY;  // upper bound of `arrival` in f32, for a quick rejection test
+  float bound = INFINITY;  // upper bound, in f32, of the earliest arrival that this thread or read_bound has seen
 
-  __device__ void offer_exactly(double other_arrival, int other) {
-    if (other_arrival < arrival || (other_arrival == arrival && other < token)) {
+  // Keeps the earlier of two arrivals. The lower id wins a tie.
+  __device__ void offer_exactly(double other_arrival, int other_token) {
+    if (other_arrival < arrival || (other_arrival == arrival && other_token < token)) {
       arrival = other_arrival;
-      token = other;
+      token = other_token;
       bound = static_cast<float>(arrival) * 1.000001f;
     }
   }
-  // -ln(1 - v) >= v, so a token with v > p * bound has lost.
-  __device__ void offer(const Key& key, int other, float p) {
-    const uint32_t bits = key.bits(other);
-    if (static_cast<float>(bits >> 8) * (1.f / 16777216.f) <= p * bound) offer_exactly(Key::arrival(bits, p), other);
+  // Offers a token. A token with u > weight * bound has lost, because -ln(1 - u) / weight >= u / weight. It needs no
+  // logarithm. The test rounds u down to 24 bits.
+  __device__ void offer(const Key& key, int other_token, float weight) {
+    const uint32_t bits = key.bits(other_token);
+    if (static_cast<float>(bits >> 8) * (1.f / 16777216.f) <= weight * bound) {
+      offer_exactly(Key::arrival(bits, weight), other_token);
+    }
   }
-  // The CTAs of a sample share their bounds, so that each rejects more tokens by the quick test.
+  // The CTAs of a sample share one bound, so that the test in `offer` rejects more tokens in every CTA.
   __device__ void read_bound(const int32_t* shared) {
     bound = fminf(bound, __int_as_float(*reinterpret_cast<const volatile int32_t*>(shared)));
   }
@@ -81,11 +92,11 @@ struct Race {
   __device__ void join_warp() {
     for (int distance = WARP / 2; distance > 0; distance /= 2) {
       const double other_arrival = __shfl_xor_sync(FULL, arrival, distance);
-      const int other = __shfl_xor_sync(FULL, token, distance);
-      offer_exactly(other_arrival, other);
+      const int other_token = __shfl_xor_sync(FULL, token, distance);
+      offer_exactly(other_arrival, other_token);
     }
   }
-  // Afterwards the first thread has the winner.
+  // Combines the races of all threads of the CTA. Afterwards the first warp has the winner.
   __device__ void join_block(Winner* shared) {
     join_warp();
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -101,19 +112,21 @@ struct Race {
   }
 };
 
-// Returns a sort key: greater weights first, then lower ids.
+// Returns the sort key of a token. Ascending keys order tokens by descending weight, then by ascending id.
 __device__ inline uint64_t ranked(int id, float weight) {
   return static_cast<uint64_t>(~__float_as_uint(weight)) << 32 | static_cast<uint32_t>(id);
 }
-__device__ inline float weight_of(uint64_t ranked) { return __uint_as_float(~static_cast<uint32_t>(ranked >> 32)); }
+// Returns the weight in a sort key.
+__device__ inline float weight_of(uint64_t key) { return __uint_as_float(~static_cast<uint32_t>(key >> 32)); }
 
-// Probabilities relative to the best token's, as integers in units of 2^-43: their sums do not depend on the order, and
-// the sum of a million tokens fits.
+// The mass of a token is its weight as an integer, in units of 2^-43. Sums of integers do not depend on the order,
+// unlike sums of floats. The sum of a million masses fits into 64 bits.
 constexpr int UNIT_BITS = 43;
 constexpr double UNIT = 8796093022208.0;
 __device__ inline uint64_t mass_of(float weight) { return static_cast<uint64_t>(static_cast<double>(weight) * UNIT); }
 
-// Returns the sum of the runs' totals to every thread, added in f64 in a fixed order.
+// Returns the sum of the runs' totals, added in f64 in the order of the runs. All threads must call it. `shared` and
+// `result` are in shared memory.
 __device__ inline double sum_runs(const float* totals, int runs, float* shared, double* result) {
   __syncthreads();
   for (int i = threadIdx.x; i < runs; i += blockDim.x) shared[i] = totals[i];
@@ -129,9 +142,10 @@ __device__ inline double sum_runs(const float* totals, int runs, float* shared, 
 
 // ---- Log-probabilities ----
 
-// Returns the sort key of a finite or -infinite logit: greatest first, then lower ids.
+// Returns the sort key of a logit, which is finite or -infinity. Ascending keys order tokens by descending logit, then
+// by ascending id.
 __device__ inline uint64_t ranked_logit(int id, float logit) {
-  const uint32_t bits = __float_as_uint(logit + 0.f);
+  const uint32_t bits = __float_as_uint(logit + 0.f);  // -0 becomes 0
   const uint32_t ascending = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
   return static_cast<uint64_t>(~ascending) << 32 | static_cast<uint32_t>(id);
 }
@@ -141,7 +155,7 @@ __device__ inline int top_count(const Arguments& in, const Sample& sample) {
   return min(min(sample.how.logprobs, BATON_TOP_LOGPROBS_MAX), in.args.vocabulary);
 }
 
-// Returns the logarithm of the sum of all weights. All threads must call it.
+// Returns the logarithm of the sum of the weights of the raw logits at temperature 1. All threads must call it.
 __device__ inline double log_total(const Arguments& in, int index, float* shared, double* result) {
   const int runs = (in.args.vocabulary + RUN - 1) / RUN;
   return log(sum_runs(in.scratch.raw_totals + index * RUNS_MAX, runs, shared, result));
@@ -152,7 +166,8 @@ __device__ inline float logprob(float logit, const Survey& survey, double log_to
 
 // ---- Top-p ----
 
-// Returns the probability mass that the kept tokens must reach, in units of 2^-43.
+// Returns the mass that the tokens kept by top-p must reach, in units of 2^-43. `whole` is the sum of the weights before
+// top-p.
 __device__ inline uint64_t needed_mass(float top_p, double whole) {
   const double wanted = ceil(static_cast<double>(top_p) * whole * UNIT);
   return wanted < 1.0 ? 1 : static_cast<uint64_t>(wanted);
