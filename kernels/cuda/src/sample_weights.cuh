@@ -166,8 +166,8 @@ __device__ inline float logprob(float logit, const Survey& survey, double log_to
 
 // ---- Top-p ----
 
-// Returns the mass that the tokens kept by top-p must reach, in units of 2^-43. `whole` is the sum of the weights before
-// top-p.
+// Returns the mass that the tokens kept by top-p must reach, in units of 2^-43. `whole` is the sum of the weights
+// before top-p.
 __device__ inline uint64_t needed_mass(float top_p, double whole) {
   const double wanted = ceil(static_cast<double>(top_p) * whole * UNIT);
   return wanted < 1.0 ? 1 : static_cast<uint64_t>(wanted);

@@ -1,26 +1,31 @@
 //! Commands from a node to its transfers, and events back.
 //!
 //! Transfer at the decode node (receiver):
-//! 1. The node gives [`Command::Receive`] with the reserved blocks, which then belong to the
-//!    transfer.
-//! 2. [`Event::Arrived`]: all blocks are written and `DONE` matches, so they may become visible. Or
-//!    [`Event::ReceiveFailed`]: no further write can land, so the blocks may be freed.
+//! 1. The node gives [`Command::Receive`] with the reserved blocks. From then on the blocks belong
+//!    to the transfer, which announces them to the sender (control message `RESERVE`).
+//! 2. The transfer ends with one of two events. [`Event::Arrived`]: all blocks are written, and
+//!    `DONE`, the sender's last message, confirms the chunks, their integrity values, the model and
+//!    the weights. The node may use the blocks. [`Event::ReceiveFailed`]: no write to the blocks is
+//!    in flight, so the node may free them.
 //!
 //! Transfer at the prefill node (sender):
 //! 1. The node gives [`Command::Expect`] when the router's `Prefill` call arrives. The receiver's
-//!    `RESERVE` may arrive before or after it. [`Event::Ready`] says that both have arrived. A
-//!    `RESERVE` without an `Expect` is rejected after one lease.
-//! 2. The node gives [`Command::Written`] for each computed range, in order. It keeps a reference
-//!    on every block that it has handed over.
-//! 3. The node gives [`Command::Finish`] with token 0.
-//! 4. [`Event::Delivered`] or [`Event::SendFailed`]: no read is in flight, and the node may drop
-//!    its references.
+//!    `RESERVE` may arrive before or after the command. [`Event::Ready`] says that both have
+//!    arrived. Without an `Expect`, the transfer keeps a `RESERVE` while the receiver names it in
+//!    heartbeats, for at most [`ANSWER_TIMEOUT_MAX`](crate::config::ANSWER_TIMEOUT_MAX).
+//! 2. The node gives [`Command::Written`] for each computed range of blocks, in order. The node
+//!    keeps a reference on each of these blocks.
+//! 3. The node gives [`Command::Finish`] with the token that it has sampled after prefill.
+//! 4. The transfer ends with [`Event::Delivered`] or [`Event::SendFailed`]: no read of the blocks
+//!    is in flight, so the node may drop its references.
 //!
-//! Every transfer ends with exactly one of these four final events on each side whose node has
-//! started it, also after [`Command::Abort`]. Its blocks are released within lease + 0.5 s after an
-//! abort on either side, after the loss of the peer, or after a start that the other side does not
-//! join. A second start of a transfer in progress is ignored. A start with the id of a finished
-//! transfer fails at once: ids are used once.
+//! A node starts its side of a transfer by `Receive` or `Expect`. Each started side ends with
+//! exactly one of its two final events, also after [`Command::Abort`]. After an abort by either
+//! side, or after the loss of the peer, the blocks are released within one lease
+//! ([`LEASE`](crate::config::LEASE)) + 0.5 s. If the sender's node does not start the transfer, the
+//! receiver's first lease, the `answer_timeout` of `Receive`, ends. A second start of a transfer in
+//! progress is ignored. A start with the id of a finished transfer fails at once, because ids are
+//! used once.
 
 use std::{any::Any, sync::Arc, time::Duration};
 
@@ -42,7 +47,7 @@ pub(crate) fn test_identity() -> Identity {
     }
 }
 
-/// A peer process, as the router names it.
+/// A peer process and the address of its control listener, as the router names them.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct PeerAddress {
     pub node_id: String,
@@ -57,20 +62,21 @@ impl PeerAddress {
     }
 }
 
-/// A process, as its control messages name it.
+/// A peer process without its address, as control messages name their sender.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peer {
     pub node_id: String,
     pub epoch: Epoch,
 }
 
-/// Guard that is dropped when two nodes are connected or have failed to connect. It holds one end
-/// of a channel, so the owner of the other end can wait for the drop.
+/// Guard that the driver drops when two nodes are connected or have failed to connect. The guard
+/// holds one end of a channel, and the caller waits at the other end until the guard is dropped.
 pub type ConnectGuard = Arc<dyn Any + Send + Sync>;
 
 #[derive(Clone, Debug)]
 pub enum Command {
-    /// Receiver: `blocks` are reserved for the prompt's blocks from `first_block` on.
+    /// Receiver: starts the transfer. `blocks` are reserved for the prompt's blocks from index
+    /// `first_block` on.
     Receive {
         transfer: TransferId,
         peer: PeerAddress,
@@ -78,14 +84,14 @@ pub enum Command {
         first_block: u32,
         blocks: Vec<BlockId>,
         /// Time within which the sender's node must start the transfer, at most
-        /// [`ANSWER_TIMEOUT_MAX`](crate::config::ANSWER_TIMEOUT_MAX). A sender whose process is
-        /// silent for a lease counts as lost earlier.
+        /// [`ANSWER_TIMEOUT_MAX`](crate::config::ANSWER_TIMEOUT_MAX). The transfer fails earlier if
+        /// the sender's process sends nothing for one lease.
         answer_timeout: Duration,
         deadline: Duration,
         traceparent: String,
     },
-    /// Sender: the router has called `Prefill`. The receiver's `RESERVE` may arrive before or after
-    /// this command.
+    /// Sender: starts the transfer, because the router has called `Prefill`. The receiver's
+    /// `RESERVE` may arrive before or after this command.
     Expect {
         transfer: TransferId,
         peer: PeerAddress,
@@ -93,35 +99,37 @@ pub enum Command {
         deadline: Duration,
         traceparent: String,
     },
-    /// Sender: the KV of `blocks`, the prompt's blocks from `first_block` on, is written. Ranges
-    /// are contiguous and end where the reservation ends. Blocks before the reservation are
-    /// skipped.
+    /// Sender: the KV of `blocks` is computed. They are the prompt's blocks from index
+    /// `first_block` on. Each command continues where the previous one ended, and the last one ends
+    /// with the last reserved block. Blocks before the first reserved block are not sent.
     Written { transfer: TransferId, first_block: u32, blocks: Vec<BlockId> },
-    /// Sender: all blocks are written. `token` is the first token, with index `first_index`.
+    /// Sender: the KV of all blocks is computed. `token` was sampled after prefill, as output
+    /// token `first_index`.
     Finish { transfer: TransferId, first_index: u32, token: SampledToken },
-    /// Connects to `peer` before the first transfer, and keeps the connection while the command is
-    /// repeated. With `sends`, also opens the data connection to the peer and maps memory or joins
-    /// the NCCL communicator. Does nothing for `tcp`, which connects fast enough on demand, and
-    /// beyond [`crate::PRECONNECTED_PAIRS_MAX`] pairs. The driver drops `guard` when the nodes are
-    /// connected or will not be, at the latest after [`crate::CONNECT_TIMEOUT`].
+    /// Connects to `peer` before the first transfer. The connection stays while the node repeats
+    /// the command. With `sends`, this node will send to the peer: the command also opens the data
+    /// connection, and maps memory (`ipc`) or joins the NCCL communicator (`nccl`). The command
+    /// does nothing for `tcp`, which connects fast enough on demand, or if
+    /// [`crate::PRECONNECTED_PAIRS_MAX`] pairs are connected. The driver drops `guard` when the
+    /// nodes are connected or have failed to connect, at most [`crate::CONNECT_TIMEOUT`] later.
     Connect { peer: PeerAddress, sends: bool, guard: Option<ConnectGuard> },
     /// This node computes with new weights from now on. Later handshakes and reservations name
     /// their version.
     ChangeWeights { weight_version: u64 },
-    /// Either side: aborts the transfer. The failed event follows once no read or write is in
-    /// flight.
+    /// Either side: aborts the transfer. [`Event::ReceiveFailed`] or [`Event::SendFailed`] follows
+    /// once no read or write of the blocks is in flight.
     Abort { transfer: TransferId, reason: String },
 }
 
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
-    /// Receiver, final: every block is written and `DONE` matches.
+    /// Receiver, final: every block is written, and the sender's `DONE` confirms all chunks.
     Arrived { transfer: TransferId, first_index: u32, token: SampledToken, stats: TransferStats },
     /// Receiver, final: no write to the blocks is in flight.
     ReceiveFailed { transfer: TransferId, failure: TransferFailure },
     /// Sender: `Expect` and the matching `RESERVE` have both arrived, so prefill may start. The
-    /// receiver has the blocks before `first_block` in its prefix cache. `traceparent` is the
-    /// receiver's.
+    /// receiver has the blocks before `first_block` in its prefix cache. `traceparent` is that of
+    /// the receiver's command.
     Ready { transfer: TransferId, first_block: u32, block_count: u32, traceparent: String },
     /// Sender, final: the receiver has every block and the token.
     Delivered { transfer: TransferId, stats: TransferStats },
@@ -148,7 +156,7 @@ pub enum TransferFailure {
     PeerAborted { peer: String, reason: String },
     #[error("aborted by this node: {reason}")]
     Aborted { reason: String },
-    /// The peer's model, weights or KV layout differ from this node's.
+    /// The model, weights or KV layout of the two nodes differ.
     #[error("rejected by {peer}: {reason}")]
     Refused { peer: String, reason: String },
     #[error("deadline exceeded while waiting for {waiting_for}")]

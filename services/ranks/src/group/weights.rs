@@ -1,8 +1,8 @@
 //! Weight updates of a group, in the node process.
 //!
-//! New weights are prepared while steps run: [`RankedUpdate`] sends orders through a separate ring.
-//! The switch to new weights follows the plans in the ring of plans, and the group waits until
-//! every rank has switched.
+//! The ranks prepare new weights while steps run. The orders for this go through a ring of their
+//! own ([`RankedUpdate`]). The switch to new weights goes through the ring of step plans instead,
+//! so all ranks switch between the same two steps. The node waits until every rank has switched.
 
 use std::{
     path::Path,
@@ -29,44 +29,49 @@ use crate::{
     weight_messages::{ModelFiles, WeightAnswer, WeightOrder},
 };
 
-/// Time-out of a change of the weights. A rank's own time-out is shorter.
+/// Time-out for all ranks to release weights or to switch to new ones. A rank's own time-out is
+/// shorter.
 const CHANGE_MAX: Duration = Duration::from_secs(20);
-/// Time-out of packing weights from files, as at the start of a node.
+/// Time-out for all ranks to pack weights from files: the same as at the start of a node.
 const PREPARE_MAX: Duration = Duration::from_secs(1800);
-/// Time-out of mapping a trainer's buffers.
+/// Time-out for all ranks to map a trainer's buffers.
 const MAP_MAX: Duration = Duration::from_secs(60);
-/// Time-out of orders that end copies or free memory. A rank's own time-outs are shorter.
+/// Time-out of [`WeightOrder::End`] and [`WeightOrder::Discard`]. A rank's own time-outs are
+/// shorter.
 const END_MAX: Duration = Duration::from_secs(30);
-/// Time beyond a rank's own time-out, so that its reason arrives.
+/// Time that the node waits beyond a rank's own time-out, so that the rank's error arrives.
 const GRACE: Duration = Duration::from_millis(200);
-/// Interval of checks for cancellation.
+/// Interval of checks for cancellation while the node waits for answers.
 const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(5);
-/// Time of busy polling for answers: a chunk takes less than a millisecond.
+/// Time of busy polling for answers before the node sleeps: the copy of a chunk takes less than a
+/// millisecond.
 const SPIN: Duration = Duration::from_millis(2);
 
-/// Prepares new weights on all ranks.
+/// The node's interface to weight updates on all ranks.
 #[derive(Debug)]
 pub(super) struct RankedUpdate {
+    /// Whether new weights overwrite the weights in use.
     is_in_place: bool,
     link: Mutex<WeightsLink>,
 }
 
-/// Rings of the orders and answers about new weights.
+/// Rings through which the node sends orders about new weights and the ranks answer them.
 #[derive(Debug)]
 pub(super) struct WeightsLink {
     watch: Arc<GroupWatch>,
     orders: RingWriter,
     answers: Vec<RingReader>,
     answers_bell: Bell,
+    /// Time that a rank may leave orders unread.
     unread_max: Duration,
-    /// Orders that each rank has yet to answer.
+    /// Number of orders that each rank has yet to answer.
     pending: Vec<u32>,
-    /// First failure that `settle` has not returned yet.
+    /// First failure that a rank has reported and `settle` has not returned yet.
     failure: Option<PrepareError>,
-    /// Last report of each rank.
+    /// Last answer of each rank: the received weights after [`WeightOrder::Finish`], else `None`.
     received: Vec<Option<ReceivedWeights>>,
-    /// Whether ranks did not answer in time: their copies may still write the memory of new
-    /// weights.
+    /// Whether a rank did not answer `End` or `Discard` in time. Its copies may still write to the
+    /// memory of new weights, so all later orders fail.
     is_stuck: bool,
 }
 
@@ -94,16 +99,16 @@ impl WeightsLink {
     /// Sends an order to every rank.
     fn send(&mut self, order: &WeightOrder) -> Result<(), PrepareError> {
         if self.is_stuck {
-            return Err(failed(
+            return Err(update_error(
                 "a rank did not end an earlier update; expected a restart of the node",
             ));
         }
-        // A rank whose ring of answers is full reads no order.
+        // Empties the rings of answers: a rank whose ring is full reads no further order.
         self.take_answers()?;
         let message = postcard::to_stdvec(order).expect("a vector takes every order");
         let watch = &self.watch;
         let written = self.orders.write(&message, self.unread_max, || watch.is_over());
-        written.map_err(|error| self.broken(error))?;
+        written.map_err(|error| self.fail_group(error))?;
         self.pending.iter_mut().for_each(|pending| *pending += 1);
         Ok(())
     }
@@ -117,13 +122,13 @@ impl WeightsLink {
                 return self.failure.take().map_or(Ok(()), Err);
             }
             if self.watch.is_over() {
-                return Err(failed("the ranks have ended"));
+                return Err(update_error("the ranks have ended"));
             }
             if (limit.cancelled)() {
-                return Err(failed("the update was cancelled"));
+                return Err(update_error("the update was cancelled"));
             }
             if Instant::now() > limit.deadline {
-                return Err(failed("a rank did not answer in time"));
+                return Err(update_error("a rank did not answer in time"));
             }
             match began.elapsed() < SPIN {
                 true => std::thread::yield_now(),
@@ -135,6 +140,7 @@ impl WeightsLink {
         }
     }
 
+    /// Takes the answers that have arrived, without waiting.
     fn take_answers(&mut self) -> Result<(), PrepareError> {
         let of = self.answers.len() as u32;
         for rank in 0..self.answers.len() {
@@ -143,7 +149,7 @@ impl WeightsLink {
                 let answer = match self.answers[rank].poll() {
                     Ok(None) => break,
                     Ok(Some(message)) => codec::decode::<WeightAnswer>(message),
-                    Err(error) => return Err(self.broken(error)),
+                    Err(error) => return Err(self.fail_group(error)),
                 };
                 let is_expected = self.pending[rank] > 0;
                 self.pending[rank] = self.pending[rank].saturating_sub(1);
@@ -156,7 +162,7 @@ impl WeightsLink {
                     unexpected => {
                         let what = format!("{unexpected:?}");
                         self.watch.fail(name.sent(what.clone()));
-                        return Err(failed(&what));
+                        return Err(update_error(&what));
                     }
                 }
             }
@@ -164,30 +170,31 @@ impl WeightsLink {
         Ok(())
     }
 
-    /// Ends the group: its rings are unusable.
-    fn broken(&self, error: RingError) -> PrepareError {
+    /// Fails the group, because a ring is unusable. Returns the error of the update.
+    fn fail_group(&self, error: RingError) -> PrepareError {
         let reason = error.to_string();
         self.watch.fail(RankFailure::Ring(error));
-        failed(&reason)
+        update_error(&reason)
     }
 
-    /// Sends an order, and waits until every rank has carried it out.
+    /// Sends an order, and waits until every rank has answered it. Returns the first failure.
     fn run(&mut self, order: &WeightOrder, limit: WaitLimit<'_>) -> Result<(), PrepareError> {
         self.send(order)?;
         self.settle(limit)
     }
 
-    /// Sends an order that frees something. If a rank does not answer, later updates fail.
-    fn end(&mut self, order: &WeightOrder) {
+    /// Sends `End` or `Discard`, and ignores failures. If a rank does not answer in time, all later
+    /// orders fail.
+    fn clean_up(&mut self, order: &WeightOrder) {
         let limit = WaitLimit { deadline: Instant::now() + END_MAX, cancelled: &|| false };
-        // Failures of earlier orders were reported or no longer matter.
+        // Failures of earlier orders were returned already, or no longer matter.
         let _ = self.run(order, limit);
         self.is_stuck |= self.pending.iter().any(|pending| *pending > 0);
         self.failure = None;
     }
 }
 
-fn failed(reason: &str) -> PrepareError {
+fn update_error(reason: &str) -> PrepareError {
     PrepareError::Device(reason.to_owned())
 }
 
@@ -197,7 +204,8 @@ impl RankedUpdate {
     }
 
     fn link(&self) -> MutexGuard<'_, WeightsLink> {
-        // Every order is counted before its answer, also if a caller panics.
+        // After a panic the link is still valid: `pending` counts an order before its answer is
+        // taken.
         self.link.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -224,9 +232,10 @@ impl WeightUpdate for RankedUpdate {
     ) -> Result<Box<dyn ChunkReceiver + '_>, PrepareError> {
         let ChunkSource::Mapped(buffers) = source else {
             let reason = "transport nccl is unsupported with node.tp > 1; expected ipc or disk";
-            return Err(failed(reason));
+            return Err(update_error(reason));
         };
-        // Dropped after an error, so that the ranks unmap the buffers.
+        // Created before the order is sent: after an error its drop makes the ranks unmap the
+        // buffers.
         let mut receiver = RankedReceiver {
             link: self.link(),
             names: tensors.iter().map(|it| it.name.clone()).collect(),
@@ -241,23 +250,25 @@ impl WeightUpdate for RankedUpdate {
     }
 
     fn discard(&self) {
-        self.link().end(&WeightOrder::Discard);
+        self.link().clean_up(&WeightOrder::Discard);
     }
 }
 
-/// Weights that all ranks copy out of a trainer's chunks.
+/// Receiver of a trainer's chunks, of which every rank copies its part.
 struct RankedReceiver<'a> {
     link: MutexGuard<'a, WeightsLink>,
-    /// Names of the tensors.
+    /// Names of the declared tensors.
     names: Vec<String>,
 }
 
 impl ChunkReceiver for RankedReceiver<'_> {
+    /// Does nothing: ranks support mapped buffers only, which the trainer fills.
     fn fill(&mut self, _: usize, _: usize, _: WaitLimit<'_>) -> Result<(), PrepareError> {
         Ok(())
     }
 
-    /// Does not wait for the ranks: [`wait`](ChunkReceiver::wait) reports failures.
+    /// Sends the order only. [`wait`](ChunkReceiver::wait) waits for the ranks and returns their
+    /// failures.
     fn scatter(&mut self, buffer: usize, pieces: &[TensorPiece]) -> Result<(), PrepareError> {
         self.link.send(&WeightOrder::Scatter { buffer, pieces: pieces.to_vec() })
     }
@@ -273,23 +284,27 @@ impl ChunkReceiver for RankedReceiver<'_> {
         let limit = WaitLimit { deadline: limit.deadline + GRACE, ..limit };
         self.link.run(&WeightOrder::Finish { within }, limit)?;
         let parts: Option<Vec<_>> = self.link.received.iter_mut().map(Option::take).collect();
-        let parts = parts.ok_or_else(|| failed("a rank did not report what it received"))?;
-        joined(&parts, &self.names)
+        let parts = parts.ok_or_else(|| update_error("a rank did not report what it received"))?;
+        combine_parts(&parts, &self.names)
     }
 }
 
 impl Drop for RankedReceiver<'_> {
     fn drop(&mut self) {
-        self.link.end(&WeightOrder::End);
+        self.link.clean_up(&WeightOrder::End);
     }
 }
 
-/// Returns the digests of whole tensors from those of the ranks' parts.
-fn joined(parts: &[ReceivedWeights], names: &[String]) -> Result<ReceivedWeights, PrepareError> {
+/// Combines what the ranks have received. The digests of a split tensor's parts are added. The
+/// digests of a tensor that every rank received whole must be equal.
+fn combine_parts(
+    parts: &[ReceivedWeights],
+    names: &[String],
+) -> Result<ReceivedWeights, PrepareError> {
     let digest = |(index, name): (usize, &String)| {
         let parts: Vec<_> =
             parts.iter().map(|part| part.digests.get(index).copied().flatten()).collect();
-        let differ = || failed(&format!("ranks received different bytes of tensor {name:?}"));
+        let differ = || update_error(&format!("ranks received different bytes of tensor {name:?}"));
         if parts.iter().all(Option::is_none) {
             return Ok(None);
         }
@@ -310,13 +325,14 @@ fn joined(parts: &[ReceivedWeights], names: &[String]) -> Result<ReceivedWeights
 }
 
 impl RankGroup {
-    /// Sends a change of the weights after the plans so far, and waits until every rank has made
-    /// the change.
+    /// Sends a change of the weights behind the plans sent so far, and waits until every rank has
+    /// made the change.
     pub(super) fn change_weights(&mut self, change: WeightChange) -> Result<(), ExecutorError> {
         assert!(self.in_flight.is_empty(), "weights change between steps");
         self.check()?;
         codec::encode_weight_change(change, &mut self.history, &mut self.message);
         self.write_message()?;
+        // A rank answers with the running hash of the plans and changes that it has read.
         let state = Some(self.history.state());
         let deadline = Instant::now() + CHANGE_MAX;
         loop {
@@ -355,14 +371,14 @@ mod tests {
         let names: Vec<String> = ["up", "norm", "unused"].map(str::to_owned).into();
         let one = part(&[Some((u64::MAX, false)), Some((7, true)), None], 10);
         let two = part(&[Some((3, false)), Some((7, true)), None], 12);
-        let whole = joined(&[one.clone(), two.clone()], &names).unwrap();
+        let whole = combine_parts(&[one.clone(), two.clone()], &names).unwrap();
         assert_eq!(whole, part(&[Some((2, true)), Some((7, true)), None], 12));
         for (index, other) in
             [(0, Some((3, true))), (0, None), (1, Some((8, true))), (2, Some((1, true)))]
         {
             let mut two = two.clone();
             two.digests[index] = part(&[other], 0).digests[0];
-            let error = joined(&[one.clone(), two], &names).unwrap_err().to_string();
+            let error = combine_parts(&[one.clone(), two], &names).unwrap_err().to_string();
             assert!(error.contains(&format!("of tensor {:?}", names[index])), "{error}");
         }
     }
