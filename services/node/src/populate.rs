@@ -1,8 +1,9 @@
 //! Populates the KV arena's memory in the background while the node serves.
 //!
-//! The first use of a block costs a page fault per page, in a transfer or a forward pass that a
-//! client waits for. Faulting in a gibibyte takes up to seconds, so readiness does not wait for it.
-//! A thread faults in one piece at a time and then sleeps.
+//! Without this, the first use of each page of a block takes a page fault, in a transfer or a
+//! forward pass that a client waits for. Populating a gibibyte can take seconds, so the node is
+//! ready before all pages are populated. A thread populates the arena in pieces and sleeps after
+//! each piece.
 
 use std::{
     io,
@@ -15,14 +16,14 @@ use crossbeam_channel::{RecvTimeoutError, Sender, bounded};
 use kernels::{KvArena, cpu::affinity};
 use tracing::{debug, warn};
 
-/// Bytes faulted in at a time: a stop waits for at most one piece.
+/// Size of a piece in bytes. It is small, because stopping the thread waits for the current piece.
 const PIECE_BYTES: usize = 8 << 20;
-/// Sleep after a piece, as a multiple of the time that the piece took. Leaves CPU time to other
-/// pods, which still serve during a rollout: populating takes more CPU time than the rest of a
-/// small model's start.
-const REST: u32 = 4;
+/// Sleep after a piece, as a multiple of the time that the piece took. The sleep leaves CPU time to
+/// other pods of the machine, which serve during a rollout. For a small model, populating takes
+/// more CPU time than all other work at the start of a node.
+const SLEEP_FACTOR: u32 = 4;
 
-/// Handle of the thread. Drop stops and joins the thread.
+/// Handle of the thread that populates the arena. Drop stops and joins the thread.
 #[derive(Debug)]
 pub(crate) struct PopulateThread {
     /// Dropped to stop the thread; nothing is sent.
@@ -31,8 +32,8 @@ pub(crate) struct PopulateThread {
 }
 
 impl PopulateThread {
-    /// Starts the thread on `cpus`, so that the memory is on their NUMA node. An empty list allows
-    /// any CPU.
+    /// Starts the thread on `cpus`, so that the memory is on the NUMA node of these CPUs. With an
+    /// empty list the thread runs on any CPU.
     pub(crate) fn start(arena: Arc<KvArena>, cpus: Vec<u32>) -> io::Result<Self> {
         let (stop, stopped) = bounded::<()>(0);
         let thread = thread::Builder::new().name("baton-populate".to_owned()).spawn(move || {
@@ -40,8 +41,8 @@ impl PopulateThread {
             if let Some(Err(error)) = &confined {
                 warn!(%error, "the KV arena may be on another NUMA node");
             }
-            populate(&arena, |rest| {
-                matches!(stopped.recv_timeout(rest), Err(RecvTimeoutError::Timeout))
+            populate(&arena, |duration| {
+                matches!(stopped.recv_timeout(duration), Err(RecvTimeoutError::Timeout))
             });
         })?;
         Ok(Self { stop: Some(stop), thread: Some(thread) })
@@ -59,15 +60,15 @@ impl Drop for PopulateThread {
     }
 }
 
-/// Populates the arena piece by piece. `rest` sleeps for the given time and returns whether to
+/// Populates the arena piece by piece. `sleep` sleeps for the given time and returns whether to
 /// continue.
-fn populate(arena: &KvArena, rest: impl Fn(Duration) -> bool) {
-    let begun = Instant::now();
-    let piece = u32::try_from(PIECE_BYTES / arena.block_bytes()).unwrap_or(u32::MAX).max(1);
+fn populate(arena: &KvArena, sleep: impl Fn(Duration) -> bool) {
+    let began = Instant::now();
+    let piece_blocks = u32::try_from(PIECE_BYTES / arena.block_bytes()).unwrap_or(u32::MAX).max(1);
     let mut first = 0;
     while first < arena.block_count() {
-        let count = piece.min(arena.block_count() - first);
-        let started = Instant::now();
+        let count = piece_blocks.min(arena.block_count() - first);
+        let piece_began = Instant::now();
         match arena.populate(first, count) {
             Ok(()) => {}
             Err(error) if error.kind() == io::ErrorKind::OutOfMemory => {
@@ -77,15 +78,15 @@ fn populate(arena: &KvArena, rest: impl Fn(Duration) -> bool) {
                 );
                 return;
             }
-            // Older kernels cannot populate: pages are faulted in at their first use.
+            // Linux before 5.14 cannot populate pages. Each page then faults at its first use.
             Err(error) => return debug!(%error, "the KV arena is not populated"),
         }
         first += count;
-        if !rest(REST * started.elapsed()) {
+        if !sleep(SLEEP_FACTOR * piece_began.elapsed()) {
             return;
         }
     }
-    debug!(seconds = begun.elapsed().as_secs_f64(), "the KV arena is populated");
+    debug!(seconds = began.elapsed().as_secs_f64(), "the KV arena is populated");
 }
 
 #[cfg(test)]

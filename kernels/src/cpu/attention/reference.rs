@@ -1,4 +1,5 @@
-//! Reference definition, one query at a time.
+//! Reference implementation of attention: one query head of one row at a time, in scalar code. It
+//! defines the order of the floating-point operations.
 
 use std::ops::Range;
 
@@ -31,9 +32,9 @@ fn all_queries<T: KvElement>(call: AttentionCall<'_>, out: &mut [f32]) {
                 let kv_head = head / (shape.query_heads / shape.kv_heads);
                 let mut state = Softmax::new(dim);
                 for (index, &block) in step.tables[sequence.table.clone()].iter().enumerate() {
-                    let in_block =
+                    let offset_in_block =
                         |token: usize| token.saturating_sub(index * BLOCK_TOKENS).min(BLOCK_TOKENS);
-                    let tokens = in_block(begin)..in_block(end);
+                    let tokens = offset_in_block(begin)..offset_in_block(end);
                     if tokens.is_empty() {
                         continue;
                     }
@@ -50,18 +51,21 @@ fn all_queries<T: KvElement>(call: AttentionCall<'_>, out: &mut [f32]) {
 
 /// Running softmax of a query over the keys seen so far.
 struct Softmax {
+    /// Greatest score.
     maximum: f32,
+    /// Sum of the weights, exp(score - maximum).
     sum: f32,
-    weighted: Vec<f32>,
+    /// Sum of the values, each multiplied by its weight.
+    weighted_sum: Vec<f32>,
 }
 
 impl Softmax {
     fn new(dim: usize) -> Self {
-        Self { maximum: f32::NEG_INFINITY, sum: 0.0, weighted: vec![0.0; dim] }
+        Self { maximum: f32::NEG_INFINITY, sum: 0.0, weighted_sum: vec![0.0; dim] }
     }
 
-    /// Adds some tokens of a block. Dot products with keys run over the dimensions in order,
-    /// weighted values over the tokens in order, each step one fused multiply-add.
+    /// Adds some tokens of a block. A score is accumulated over the dimensions in order, and the
+    /// weighted sum over the tokens in order. Each step is one fused multiply-add.
     fn add_block<T: KvElement>(
         &mut self,
         query: &[f32],
@@ -82,17 +86,19 @@ impl Softmax {
         self.maximum = maximum;
         self.sum = self.sum * correction + sum_lanes(weights);
         for d in 0..dim {
-            let mut weighted = self.weighted[d] * correction;
+            let mut weighted_sum = self.weighted_sum[d] * correction;
             for token in tokens.clone() {
-                weighted = weights[token].mul_add(values[token * dim + d].widen(), weighted);
+                weighted_sum =
+                    weights[token].mul_add(values[token * dim + d].widen(), weighted_sum);
             }
-            self.weighted[d] = weighted;
+            self.weighted_sum[d] = weighted_sum;
         }
     }
 
+    /// Writes the attention of the query to `out`.
     fn finish(&self, out: &mut [f32]) {
-        for (out, weighted) in out.iter_mut().zip(&self.weighted) {
-            *out = weighted / self.sum;
+        for (out, weighted_sum) in out.iter_mut().zip(&self.weighted_sum) {
+            *out = weighted_sum / self.sum;
         }
     }
 }
