@@ -11,7 +11,7 @@
 //! Transfer at the prefill node (sender):
 //! 1. The node gives [`Command::Expect`] when the router's `Prefill` call arrives. The receiver's
 //!    `RESERVE` may arrive before or after the command. [`Event::Ready`] says that both have
-//!    arrived. Without an `Expect`, the transfer keeps a `RESERVE` while the receiver names it in
+//!    arrived. Without an `Expect`, this side keeps a `RESERVE` while the receiver names it in
 //!    heartbeats, for at most [`ANSWER_TIMEOUT_MAX`](crate::config::ANSWER_TIMEOUT_MAX).
 //! 2. The node gives [`Command::Written`] for each computed range of blocks, in order. The node
 //!    keeps a reference on each of these blocks.
@@ -23,9 +23,8 @@
 //! exactly one of its two final events, also after [`Command::Abort`]. After an abort by either
 //! side, or after the loss of the peer, the blocks are released within one lease
 //! ([`LEASE`](crate::config::LEASE)) + 0.5 s. If the sender's node does not start the transfer, the
-//! receiver's first lease, the `answer_timeout` of `Receive`, ends. A second start of a transfer in
-//! progress is ignored. A start with the id of a finished transfer fails at once, because ids are
-//! used once.
+//! receiver fails after the `answer_timeout` of `Receive`. A second start of a transfer in progress
+//! is ignored. A start with the id of a finished transfer fails at once, because ids are used once.
 
 use std::{any::Any, sync::Arc, time::Duration};
 

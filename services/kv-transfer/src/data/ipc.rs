@@ -1,21 +1,23 @@
 //! Transport `ipc`: the receiver's copy engines copy KV from the sender's GPU memory (CUDA IPC),
 //! within one host.
 //!
-//! 1. The sender offers its memory. The receiver maps it once and answers `Ready`, or `Refused`
-//!    with the reason; the sender then reconnects with another transport.
-//! 2. When a chunk's KV is computed and its `CTS` has arrived, the sender lends the blocks
-//!    (`Lend`). The receiver starts to copy them into the posted blocks, a few chunks at a time.
-//! 3. When a copy has finished, the receiver reports the chunk and answers `Pulled`. Only then does
-//!    the sender release its blocks.
+//! 1. The sender offers its memory. The receiver maps the memory once per connection and answers
+//!    `Ready`. If mapping fails, the receiver answers `Refused` with the reason, and the sender
+//!    reconnects with another transport.
+//! 2. When a chunk's KV is computed and the receiver has allowed the chunk (control message `CTS`),
+//!    the sender lends the chunk's blocks (`Lend`). The receiver copies them into the blocks that
+//!    it has posted for the chunk, a few chunks at a time.
+//! 3. When a copy has finished, the receiver reports the chunk to its driver and answers `Pulled`.
+//!    Only then does the sender release the lent blocks.
 //!
 //! Safety:
-//! * A sender that aborts a transfer waits for the answer or for the end of the connection. It
-//!   releases the blocks at the end of the connection even if the peer still copies. Such a copy
-//!   only reads, and its result is never used: the sender sends `DONE` only if every chunk was
-//!   answered while it was lent.
-//! * A receiver releases a block only after every copy into it has finished. It reports a chunk
-//!   only if its connection is still the current one.
-//! * A chunk without an answer for one lease closes the connection.
+//! * A sender that aborts a transfer keeps lent blocks until the receiver answers or the connection
+//!   ends. After the connection has ended, the receiver may still read released blocks. The result
+//!   of such a copy is never used: the sender sends `DONE` only if the receiver has answered every
+//!   chunk before its blocks were released.
+//! * A receiver releases a block only after every copy into the block has finished. Copies of a
+//!   connection that was closed or replaced are reported as failed.
+//! * If the receiver does not answer a chunk within one lease, the sender closes the connection.
 
 use std::{
     io,
@@ -39,18 +41,21 @@ use super::{
 };
 use crate::{transfer_kind::TransferKind, transport::ChunkId};
 
-/// Maximum number of unanswered chunks: the receiver copies some while the next chunks are queued.
+/// Maximum number of lent chunks that the receiver has not answered. With several chunks, the
+/// receiver always has a next chunk to copy.
 const LENT_MAX: usize = 4;
 
-/// Time-out for the receiver to map the memory.
+/// Time-out of the sender while the receiver maps the memory.
 const MAP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Maximum number of copies in flight behind the copy whose completion is polled.
+/// Capacity of the queue of copies in flight whose completion is not polled yet: copies complete in
+/// order, and only the oldest one is polled.
 const COPIES_QUEUED_MAX: usize = 2;
-/// A copy that takes longer is logged: the GPU is probably faulty, and the blocks stay held.
+/// Time after which a running copy is logged as an error: the GPU is probably faulty. The blocks
+/// stay borrowed until the copy finishes.
 const COPY_WARN_AFTER: Duration = Duration::from_secs(10);
 
-/// Sends chunks until the outbox is closed or the connection ends.
+/// Sender: lends the chunks of the outbox until the outbox is closed or the connection ends.
 pub(super) fn lend_chunks(
     outgoing: &Outgoing<'_>,
     export: Vec<u8>,
@@ -76,21 +81,22 @@ pub(super) fn lend_chunks(
             });
         })?;
         let lent = outgoing.lend(&mut stream, LENT_MAX, verify);
-        // Stops the other thread. Fails only if the connection has already closed.
+        // Ends the thread that takes answers. Fails only if the connection has already closed.
         let _ = stream.shutdown(Shutdown::Both);
         lent
     })?;
     Ok(Ended::Closed)
 }
 
-/// A chunk to be answered.
-struct Copy {
+/// A lent chunk that the receiver has not answered.
+struct UnansweredChunk {
     chunk: ChunkId,
     /// The copy in flight; `None` if no receive was posted for the chunk.
-    pull: Option<Box<dyn TransferInFlight<BlockWrite>>>,
+    copy: Option<Box<dyn TransferInFlight<BlockWrite>>>,
 }
 
-/// Receives chunks until the peer closes the connection between two messages, or an error occurs.
+/// Receiver: copies lent chunks until an error occurs, or the connection is closed between two
+/// messages.
 pub(super) fn pull_chunks(incoming: &Incoming<'_>, stream: &mut TcpStream) -> io::Result<Ended> {
     let Incoming { shared, peer, .. } = *incoming;
     let mut messages = Messages::new(stream, POLL)?;
@@ -110,10 +116,10 @@ pub(super) fn pull_chunks(incoming: &Incoming<'_>, stream: &mut TcpStream) -> io
     shared.metrics.set_path(peer, TransferKind::Ipc);
     let mut answers = stream.try_clone()?;
     let start = || start_copy(incoming, &mut *memory, &mut messages);
-    let complete = |Copy { chunk, pull }| {
-        let answer = match pull {
-            Some(pull) => {
-                complete_one(incoming, chunk, pull, verify)?;
+    let complete = |UnansweredChunk { chunk, copy }| {
+        let answer = match copy {
+            Some(copy) => {
+                complete_copy(incoming, chunk, copy, verify)?;
                 Message::Pulled { chunk }
             }
             None => Message::NotPosted { chunk },
@@ -123,16 +129,16 @@ pub(super) fn pull_chunks(incoming: &Incoming<'_>, stream: &mut TcpStream) -> io
     start_and_complete(stream, COPIES_QUEUED_MAX, &AtomicBool::new(false), start, complete)
 }
 
-/// Reads one message and starts the copy that it asks for.
+/// Polls for a message, and starts the copy of the chunk that the message lends.
 fn start_copy(
     incoming: &Incoming<'_>,
     memory: &mut dyn PeerBlocks,
     messages: &mut Messages,
-) -> io::Result<Step<Copy>> {
+) -> io::Result<Step<UnansweredChunk>> {
     let (chunk, from, to) = match incoming.receive_lend(messages)? {
         Lend::Chunk { chunk, from, to } => (chunk, from, to),
         Lend::NotPosted { chunk } => {
-            return Ok(Step::Started(Copy { chunk, pull: None }));
+            return Ok(Step::Started(UnansweredChunk { chunk, copy: None }));
         }
         Lend::Nothing => return Ok(Step::Nothing),
         Lend::End(Ended::Refused { .. }) => {
@@ -140,17 +146,17 @@ fn start_copy(
         }
         Lend::End(ended) => return Ok(Step::End(ended)),
     };
-    let pulled = if from.len() == to.len() {
+    let started = if from.len() == to.len() {
         memory.pull(&from, to)
     } else {
         let reason =
             format!("{} blocks were lent; expected the {} that were posted", from.len(), to.len());
-        // The guards must be dropped before the chunk is reported.
+        // The posted blocks must be released before the chunk is reported.
         drop(to);
         Err(reason)
     };
-    match pulled {
-        Ok(pull) => Ok(Step::Started(Copy { chunk, pull: Some(pull) })),
+    match started {
+        Ok(copy) => Ok(Step::Started(UnansweredChunk { chunk, copy: Some(copy) })),
         Err(reason) => {
             let reason = format!("chunk {}: {reason}", chunk.index);
             incoming.report(chunk, Err(reason.clone()));
@@ -159,11 +165,11 @@ fn start_copy(
     }
 }
 
-/// Waits for a copy, releases its blocks and reports it.
-fn complete_one(
+/// Waits for a copy, releases the copied blocks, and reports the chunk to the driver.
+fn complete_copy(
     incoming: &Incoming<'_>,
     chunk: ChunkId,
-    mut pull: Box<dyn TransferInFlight<BlockWrite>>,
+    mut copy: Box<dyn TransferInFlight<BlockWrite>>,
     verify: bool,
 ) -> io::Result<()> {
     let mut logged = false;
@@ -174,8 +180,8 @@ fn complete_one(
         }
         None
     };
-    let completed = until_done(&mut *pull, log_slow)
-        .and_then(|()| pull.finish())
+    let completed = until_done(&mut *copy, log_slow)
+        .and_then(|()| copy.finish())
         .and_then(|blocks| verify_and_release(blocks, verify))
         .map_err(|reason| format!("chunk {}: {reason}", chunk.index));
     incoming.report(chunk, completed.clone().and_then(|moved| incoming.if_current(moved)));
