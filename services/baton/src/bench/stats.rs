@@ -1,8 +1,9 @@
-//! Order statistics of measured samples.
+//! Percentiles of measured samples, and random numbers for workloads.
 
 use serde::{Deserialize, Serialize};
 
-/// Nearest-rank percentiles over every sample.
+/// Statistics of samples. `p90` is the smallest sample such that at least 90 % of the samples are
+/// not greater (nearest rank).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Percentiles {
     pub count: usize,
@@ -14,33 +15,35 @@ pub struct Percentiles {
 }
 
 impl Percentiles {
-    /// Returns zeros without a sample.
+    /// Returns the statistics of the samples; all are 0 if there are no samples.
     pub fn of(mut samples: Vec<f64>) -> Self {
         if samples.is_empty() {
             return Self::default();
         }
         samples.sort_by(f64::total_cmp);
-        let rank = |share: f64| {
+        let percentile = |share: f64| {
             let rank = (share * samples.len() as f64).ceil() as usize;
             samples[rank.clamp(1, samples.len()) - 1]
         };
         Self {
             count: samples.len(),
             mean: samples.iter().sum::<f64>() / samples.len() as f64,
-            p50: rank(0.50),
-            p90: rank(0.90),
-            p99: rank(0.99),
+            p50: percentile(0.50),
+            p90: percentile(0.90),
+            p99: percentile(0.99),
             max: samples[samples.len() - 1],
         }
     }
 }
 
-/// Returns the median; 0 without a sample.
+/// Returns the median by nearest rank: of an even number of samples the lower middle one. Returns 0
+/// if there are no samples.
 pub fn median(samples: &[f64]) -> f64 {
     Percentiles::of(samples.to_vec()).p50
 }
 
-/// Deterministic random numbers for workloads (SplitMix64, Steele et al. 2014).
+/// Generator of random numbers for workloads (SplitMix64, Steele et al. 2014). Equal seeds give
+/// equal numbers.
 pub struct WorkloadRng(u64);
 
 impl WorkloadRng {
@@ -56,23 +59,25 @@ impl WorkloadRng {
         z ^ (z >> 31)
     }
 
-    /// Draws from [0, 1).
+    /// Draws uniformly from [0, 1).
     pub fn unit(&mut self) -> f64 {
         (self.next_u64() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// Draws from `low..=high`.
+    /// Draws uniformly from `low..=high`.
     pub fn within(&mut self, low: u32, high: u32) -> u32 {
         low + (self.next_u64() % (u64::from(high - low) + 1)) as u32
     }
 
-    /// Draws from the normal distribution with mean 0 and deviation 1 (Box and Muller 1958).
+    /// Draws from the normal distribution with mean 0 and standard deviation 1 (Box and Muller
+    /// 1958).
     pub fn normal(&mut self) -> f64 {
         let radius = (-2.0 * (1.0 - self.unit()).ln()).sqrt();
         radius * (std::f64::consts::TAU * self.unit()).cos()
     }
 
-    /// Draws the time between two arrivals of a Poisson process, in seconds.
+    /// Draws the time in seconds between two arrivals of a Poisson process with the rate
+    /// `per_second`.
     pub fn exponential(&mut self, per_second: f64) -> f64 {
         -(1.0 - self.unit()).ln() / per_second
     }

@@ -1,4 +1,4 @@
-//! Whether a node may serve an attempt, and the reason if none may.
+//! Decides whether a node may serve an attempt of a request, and names the reason if no node may.
 
 use std::{
     cmp::Reverse,
@@ -16,7 +16,8 @@ use super::{
 };
 use crate::{ModelIdentity, NodeRecord, Role};
 
-/// Reason why no node was picked: the reason of the node closest to eligible.
+/// Reason why the directory picked no node. Each node has a reason of its own; this is the reason
+/// of the node that is closest to being eligible ([`NoNode::nearness`]).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum NoNode {
     #[error("no {role} node is listed")]
@@ -47,14 +48,14 @@ pub enum NoNode {
     Busy {
         role: Role,
         retry_after: Duration,
-        /// Whether another node could start the attempt. The attempt waits, because that node would
-        /// prefill far more.
+        /// Whether another node could start the attempt now. The attempt still waits for the busy
+        /// node, because the other node would prefill far more tokens.
         by_choice: bool,
     },
 }
 
 impl NoNode {
-    /// Returns the text of the reason for a single node.
+    /// Returns the reason as a text about one node. `Display` speaks of all nodes of the role.
     pub fn of_one_node(&self) -> String {
         match self {
             Self::NoneListed { .. } => "not listed".into(),
@@ -83,11 +84,13 @@ impl NoNode {
         }
     }
 
-    /// Orders reasons by how close the node was to eligible. `fits`: the node's last record fits
-    /// the request, so the request may wait for this node. Among equal reasons the earlier retry or
-    /// the larger limit is closer.
+    /// Returns a sort key of the reason: the greatest key is that of the node closest to being
+    /// eligible. Among equal reasons, the node with the earlier retry or the larger limit is
+    /// closer. `fits`: the node's last record fits the request. Such a node may serve the request
+    /// once it is up and not draining, so it is closer than any node that does not fit.
     pub(super) fn nearness(&self, fits: bool) -> (u8, Reverse<Duration>, u32) {
         let (mut retry_after, mut tokens_max) = (Duration::ZERO, 0);
+        // Up to 6 the node does not fit, from 7 on it does.
         let rank = match self {
             Self::NoneListed { .. } => 0,
             Self::OtherModel { .. } => 1,
@@ -116,8 +119,8 @@ impl NoNode {
     }
 }
 
-/// Returns the report of an eligible node, or the reason why the node is not eligible; `Err(None)`
-/// if it is not up.
+/// Returns the last report of the node if the node is eligible, else the reason why it is not.
+/// Returns `Err(None)` if the node is not up. `misfit`: the result of [`misfit`] for the node.
 pub(super) fn eligible<'a>(
     now: Instant,
     role: Role,
@@ -151,7 +154,8 @@ pub(super) fn eligible<'a>(
     }
 }
 
-/// Returns why a node with this record cannot serve the request, if it cannot.
+/// Returns the reason why a node with this record cannot serve the request even when it is up and
+/// idle; `None` if the node fits.
 pub(super) fn misfit(
     role: Role,
     record: &NodeRecord,
@@ -160,7 +164,8 @@ pub(super) fn misfit(
     if requirements.model != record.model {
         return Some(NoNode::OtherModel { role });
     }
-    // A prefill node must fit its decode node.
+    // Applies to decode nodes only. A prefill node must fit its decode node instead, which is
+    // checked when the two are paired.
     let identity = requirements.identity.filter(|_| role == Role::Decode);
     let fits = |identity: &ModelIdentity| match requirements.any_weights {
         true => record.identity.fits_but_weights(identity),
@@ -183,15 +188,16 @@ pub(super) fn misfit(
         return Some(NoNode::NoAdapter { role });
     }
     let sequence_max = record.sequence_tokens_max;
-    // A node that decodes must have room for the whole answer: it would truncate a longer one.
-    let answer = match role {
+    // A decode node must have room for the prompt and the whole answer: it would truncate a longer
+    // answer. A prefill node generates one token.
+    let answer_tokens = match role {
         Role::Prefill => 1,
         Role::Decode => requirements.new_tokens_max.max(1),
     };
     let lengths = [
         (requirements.prompt_tokens, record.prompt_tokens_max),
-        (requirements.tokens.saturating_add(answer), sequence_max),
+        (requirements.tokens.saturating_add(answer_tokens), sequence_max),
     ];
-    let (tokens, tokens_max) = lengths.into_iter().find(|(tokens, most)| tokens > most)?;
+    let (tokens, tokens_max) = lengths.into_iter().find(|(tokens, limit)| tokens > limit)?;
     Some(NoNode::TooLong { role, tokens, tokens_max })
 }

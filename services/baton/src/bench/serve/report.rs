@@ -1,4 +1,4 @@
-//! The results of each load, as JSON and as a table.
+//! Results of `baton bench serve` for each offered load, as JSON and as tables.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ use crate::bench::stats::{Percentiles, median};
 pub(super) struct ServeReport {
     #[serde(flatten)]
     pub server: ServerReport,
-    /// The servers of `--compare`.
+    /// Results of the servers of `--compare`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub compared: Vec<ServerReport>,
     pub workload: String,
@@ -45,13 +45,14 @@ impl ServeReport {
         [&self.server].into_iter().chain(&self.compared)
     }
 
-    /// Prints each load's medians and tails of all servers, with their ratios to the first server.
+    /// Prints a table per load: p50, p99 and throughput of every server, each with its ratio to the
+    /// first server's.
     pub(super) fn print_comparison(&self) {
         if self.compared.is_empty() {
             return;
         }
-        for (index, first) in self.server.points.iter().enumerate() {
-            println!("\n{}, and the ratio to {}", first.load.describe(), self.server.url);
+        for (index, baseline) in self.server.points.iter().enumerate() {
+            println!("\n{}, and the ratio to {}", baseline.load.describe(), self.server.url);
             println!(
                 "{:<32} {:>17} {:>17} {:>17} {:>17} {:>17}",
                 "", "TTFT p50, ms", "TTFT p99, ms", "TPOT p50, ms", "TPOT p99, ms", "output tok/s"
@@ -60,8 +61,8 @@ impl ServeReport {
                 let columns = server.points[index].compared_values();
                 let cells: String = columns
                     .iter()
-                    .zip(first.compared_values())
-                    .map(|(value, first)| format!(" {value:>10.2} {:>6.3}", value / first))
+                    .zip(baseline.compared_values())
+                    .map(|(value, base)| format!(" {value:>10.2} {:>6.3}", value / base))
                     .collect();
                 println!("{:<32}{cells}", server.url);
             }
@@ -69,7 +70,7 @@ impl ServeReport {
     }
 }
 
-/// Results at one rate or one concurrency.
+/// Results of one server at one offered load. Latencies are those of completed requests.
 #[derive(Serialize)]
 pub(super) struct LoadPoint {
     pub load: OfferedLoad,
@@ -85,16 +86,19 @@ pub(super) struct LoadPoint {
     pub total_token_per_s: f64,
     /// Fraction of prompt tokens found in a prefix cache.
     pub cached_share: f64,
-    /// Requests within the limits: fraction of all requests, and requests per second.
+    /// Fraction of all requests that completed within the goodput limits.
     pub goodput_share: Option<f64>,
+    /// Requests per second that completed within the goodput limits.
     pub goodput_per_s: Option<f64>,
     pub ttft_ms: Percentiles,
     pub tpot_ms: Percentiles,
     pub itl_ms: Percentiles,
     pub e2e_ms: Percentiles,
-    /// Hand-over gap: gap between the first two tokens less the median gap of the request.
+    /// Hand-over gap: the gap between a request's first two tokens, minus the median of the
+    /// request's later gaps.
     pub handover_gap_ms: Percentiles,
-    /// Duration of a conversation from its first request to its last token, with pauses.
+    /// Duration of a completed conversation from its first request to its last token, in seconds,
+    /// including the pauses between turns.
     pub conversation_s: Percentiles,
 }
 
@@ -103,9 +107,9 @@ pub(super) struct LoadPoint {
 pub(super) enum OfferedLoad {
     /// Arrivals per second of a Poisson process.
     Rate(f64),
-    /// Arrivals of the trace, faster by this factor.
+    /// Arrivals of the trace, sped up by this factor.
     RateScale(f64),
-    /// In-flight conversations.
+    /// Number of conversations in flight at a time.
     Concurrency(u32),
 }
 
@@ -127,7 +131,7 @@ impl OfferedLoad {
     }
 }
 
-/// Limits of goodput in milliseconds.
+/// Latency limits in milliseconds. A request within all of them counts towards goodput.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct GoodputLimits {
     pub ttft_ms: Option<f64>,
@@ -137,7 +141,7 @@ pub struct GoodputLimits {
 }
 
 impl GoodputLimits {
-    /// Parses `ttft:500,tpot:50,e2e:10000`, each at most once.
+    /// Parses limits such as `ttft:500,tpot:50,e2e:10000`. Each name may occur once.
     pub fn parse(text: &str) -> Result<Self, String> {
         let mut limits = Self::default();
         for part in text.split(',') {
@@ -160,22 +164,24 @@ impl GoodputLimits {
         Ok(limits)
     }
 
-    /// Returns whether a request with these times in seconds is within the limits.
-    pub fn are_met(&self, ttft: f64, tpot: f64, end: f64) -> bool {
+    /// Returns whether a request with these latencies, in seconds, is within the limits.
+    pub fn are_met(&self, ttft: f64, tpot: f64, e2e: f64) -> bool {
         let within = |limit: Option<f64>, seconds: f64| limit.is_none_or(|ms| seconds * 1e3 <= ms);
-        within(self.ttft_ms, ttft) && within(self.tpot_ms, tpot) && within(self.e2e_ms, end)
+        within(self.ttft_ms, ttft) && within(self.tpot_ms, tpot) && within(self.e2e_ms, e2e)
     }
 }
 
-/// Result of a conversation.
+/// Result of one conversation.
 pub(super) struct ConversationOutcome {
+    /// The completed turns.
     pub turns: Vec<MeasuredRequest>,
-    /// Error of the turn that failed; later turns were not sent.
+    /// Error of the turn that failed. The turns after it were not sent.
     pub error: Option<String>,
     pub elapsed_s: f64,
 }
 
 impl LoadPoint {
+    /// Computes the results of all conversations of one load, which took `elapsed_s` together.
     pub(super) fn of(
         load: OfferedLoad,
         outcomes: &[ConversationOutcome],
@@ -186,12 +192,12 @@ impl LoadPoint {
         for error in outcomes.iter().filter_map(|outcome| outcome.error.as_ref()) {
             *errors.entry(error.clone()).or_insert(0) += 1;
         }
-        let whole: Vec<&ConversationOutcome> =
+        let complete: Vec<&ConversationOutcome> =
             outcomes.iter().filter(|outcome| outcome.error.is_none()).collect();
         let measured: Vec<&MeasuredRequest> =
             outcomes.iter().flat_map(|outcome| &outcome.turns).collect();
         let requests = measured.len() + errors.values().sum::<usize>();
-        let good = limits.map(|limits| {
+        let good_requests = limits.map(|limits| {
             measured
                 .iter()
                 .filter(|measured| limits.are_met(measured.ttft(), measured.tpot(), measured.end))
@@ -205,13 +211,13 @@ impl LoadPoint {
         let milliseconds = |seconds: &dyn Fn(&MeasuredRequest) -> f64| {
             Percentiles::of(measured.iter().map(|one| seconds(one) * 1e3).collect())
         };
-        let longer = measured.iter().filter(|one| one.token_times.len() > 1);
+        let multi_token = measured.iter().filter(|one| one.token_times.len() > 1);
         let gaps = measured.iter().flat_map(|one| one.gaps());
         let handover_gaps = measured.iter().filter_map(|one| handover_gap_ms(one));
         Self {
             load,
             conversations: outcomes.len(),
-            conversations_completed: whole.len(),
+            conversations_completed: complete.len(),
             requests,
             completed: measured.len(),
             errors,
@@ -220,14 +226,14 @@ impl LoadPoint {
             output_token_per_s: output / elapsed_s,
             total_token_per_s: (prompt + output) / elapsed_s,
             cached_share: if prompt > 0.0 { cached / prompt } else { 0.0 },
-            goodput_share: good.map(|good| good / requests.max(1) as f64),
-            goodput_per_s: good.map(|good| good / elapsed_s),
+            goodput_share: good_requests.map(|good| good / requests.max(1) as f64),
+            goodput_per_s: good_requests.map(|good| good / elapsed_s),
             ttft_ms: milliseconds(&MeasuredRequest::ttft),
-            tpot_ms: Percentiles::of(longer.map(|one| one.tpot() * 1e3).collect()),
+            tpot_ms: Percentiles::of(multi_token.map(|one| one.tpot() * 1e3).collect()),
             itl_ms: Percentiles::of(gaps.map(|gap| gap * 1e3).collect()),
             e2e_ms: milliseconds(&|one| one.end),
             handover_gap_ms: Percentiles::of(handover_gaps.collect()),
-            conversation_s: Percentiles::of(whole.iter().map(|one| one.elapsed_s).collect()),
+            conversation_s: Percentiles::of(complete.iter().map(|one| one.elapsed_s).collect()),
         }
     }
 
@@ -275,6 +281,7 @@ impl LoadPoint {
     }
 }
 
+/// Returns the hand-over gap of a request with at least three gaps.
 fn handover_gap_ms(measured: &MeasuredRequest) -> Option<f64> {
     let gaps: Vec<f64> = measured.gaps().map(|gap| gap * 1e3).collect();
     (gaps.len() >= 3).then(|| gaps[0] - median(&gaps[1..]))
