@@ -17,7 +17,7 @@ use super::{
 use crate::{ModelIdentity, NodeRecord, Role};
 
 /// Reason why the directory picked no node. Each node has a reason of its own; this is the reason
-/// of the node that is closest to being eligible ([`NoNode::nearness`]).
+/// of the node that is closest to being eligible (`nearness`).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum NoNode {
     #[error("no {role} node is listed")]
