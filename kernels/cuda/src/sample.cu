@@ -79,7 +79,7 @@ __device__ bool ends_with(const Arguments& in, const Sample& sample, const uint3
 }
 
 // Writes the bitmask of the tokens that a sample may choose: the listed tokens, or all tokens without a list. If the
-// output ends with all tokens of a bad word but the last, the bitmask excludes the last. One CTA per sample.
+// output ends with all tokens of a bad word but the last, the bitmask excludes that last token. One CTA per sample.
 __global__ void __launch_bounds__(SLICE_THREADS) rules_kernel(const Arguments in) {
   constexpr uint32_t ENDS_WORD = 1u << 31;  // flag of the last token of a bad word
   pdl_wait_and_release();
@@ -111,7 +111,7 @@ __device__ float penalise(const baton_sampling& how, uint32_t count, float logit
   return changed;
 }
 
-// Initializes the scratch memory of a sample that the kernels after `survey` read and update.
+// Initializes the scratch memory of a sample for the kernels after `survey`.
 __device__ void begin_sample(const Arguments& in, const Sample& sample, int index) {
   const int thread = blockIdx.x * SLICE_THREADS + threadIdx.x;
   if (thread == 0) {

@@ -63,7 +63,8 @@ struct Key {
 struct Race {
   double arrival = INFINITY;
   int token = NO_TOKEN;
-  float bound = INFINITY;  // upper bound, in f32, of the earliest arrival that this thread or read_bound has seen
+  // Upper bound, in f32, of the earliest arrival so far: of this thread's, or after read_bound of all threads'.
+  float bound = INFINITY;
 
   // Keeps the earlier of two arrivals. The lower id wins a tie.
   __device__ void offer_exactly(double other_arrival, int other_token) {
@@ -73,8 +74,8 @@ struct Race {
       bound = static_cast<float>(arrival) * 1.000001f;
     }
   }
-  // Offers a token. A token with u > weight * bound has lost, because -ln(1 - u) / weight >= u / weight. It needs no
-  // logarithm. The test rounds u down to 24 bits.
+  // Offers a token. A token with u > weight * bound has lost, because -ln(1 - u) / weight >= u / weight. The test
+  // needs no logarithm, and rounds u down to 24 bits.
   __device__ void offer(const Key& key, int other_token, float weight) {
     const uint32_t bits = key.bits(other_token);
     if (static_cast<float>(bits >> 8) * (1.f / 16777216.f) <= weight * bound) {
