@@ -420,7 +420,13 @@ fn checked_bias(
             }
         }
     };
-    biases.iter().map(checked).collect()
+    let checked = biases.iter().map(checked).collect::<Result<Vec<_>, _>>()?;
+    let mut ids: Vec<u32> = checked.iter().map(|(id, _)| *id).collect();
+    ids.sort_unstable();
+    match ids.windows(2).find(|pair| pair[0] == pair[1]) {
+        Some(pair) => Err(invalid(FIELD, format!("token {} twice", pair[0]), "each token once")),
+        None => Ok(checked),
+    }
 }
 
 /// Peers of one `Meet` call beyond this number are ignored.
@@ -653,6 +659,9 @@ mod tests {
             ("attempt.sampling.prompt_logprobs: 21", |_, _, s| s.prompt_logprobs = Some(21)),
             ("attempt.sampling.logit_bias: 100; expected less than 100", |_, _, s| {
                 s.logit_bias = vec![v1::TokenBias { id: 100, bias: 1.0 }];
+            }),
+            ("attempt.sampling.logit_bias: token 1 twice; expected each token once", |_, _, s| {
+                s.logit_bias = vec![v1::TokenBias { id: 1, bias: 1.0 }; 2];
             }),
             ("attempt.sampling.logit_bias: 100.5; expected -100 to 100", |_, _, s| {
                 s.logit_bias = vec![v1::TokenBias { id: 1, bias: 100.5 }];

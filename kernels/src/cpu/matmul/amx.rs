@@ -153,7 +153,7 @@ pub(super) unsafe fn matmul(
                     let length = (pass_rows - 1) * n + columns;
                     let target = TileOutput { start: sums.range_ptr(start, length), stride: n };
                     let b = w.panels(panel, panel_count);
-                    let pass = Pass { steps, a, b, rows: pass_rows, panel_count };
+                    let pass = TilePass { steps, a, b, rows: pass_rows, panel_count };
                     // SAFETY: the tiles are shaped for `pass_rows` rows. The target is inside the
                     // output, and no other task has these rows and panels.
                     unsafe { pass.run(columns, &target) };
@@ -236,7 +236,7 @@ impl Drop for TileShapes {
 }
 
 /// A pass: up to 32 rows times one panel, or up to 16 rows times two panels.
-struct Pass<'a> {
+struct TilePass<'a> {
     /// Steps of 32 inputs.
     steps: usize,
     /// A tiles of the rows. Tiles of later rows may follow.
@@ -247,7 +247,7 @@ struct Pass<'a> {
     panel_count: usize,
 }
 
-impl Pass<'_> {
+impl TilePass<'_> {
     /// Computes the first `columns` columns of the pass into `target`.
     ///
     /// # Safety
