@@ -121,9 +121,12 @@ impl NodeService {
         let (adapters, inbox) = (self.adapters.clone(), self.inbox.clone());
         let changed = tokio::task::spawn_blocking(move || {
             let _permit = permit;
-            let changed = change(&adapters)?;
-            inbox
-                .send_for_router(|_permit| EngineCommand::AdaptersChanged { adapters, _permit })?;
+            let changed = change(&adapters);
+            // Also after an error: an earlier change may have found the inbox full.
+            let told = inbox
+                .send_for_router(|_permit| EngineCommand::AdaptersChanged { adapters, _permit });
+            let changed = changed?;
+            told?;
             Ok::<T, Refusal>(changed)
         });
         let changed = changed.await.map_err(|error| Status::internal(error.to_string()))?;
