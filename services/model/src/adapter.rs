@@ -13,7 +13,7 @@ use std::{
 use kernels::{Shard, backend::LowRankUpdate};
 use safetensors::{SafeTensors, tensor::TensorView};
 use serde_json::Value;
-use xxhash_rust::xxh3::xxh3_128;
+use xxhash_rust::xxh3::Xxh3;
 
 use crate::{
     checkpoint::{file::io_error, read_json},
@@ -163,8 +163,10 @@ impl Adapter {
         });
         let layers = layers.collect::<Result<Vec<_>, ModelError>>()?;
         file.check_all_used(config)?;
-        let content_hash = xxh3_128(&[&scale.to_le_bytes()[..], &bytes].concat());
-        Ok(Self { content_hash, layers })
+        let mut hash = Xxh3::new();
+        hash.update(&scale.to_le_bytes());
+        hash.update(&bytes);
+        Ok(Self { content_hash: hash.digest128(), layers })
     }
 
     /// Returns the maximum memory in bytes for opening the adapter in `folder`: its weight file and
