@@ -128,11 +128,13 @@ async function act(question, action, path, outcome) {
   try {
     const answer = await call("POST", path);
     showError(null);
+    // An update shows its own state.
+    await update();
     setText(byId("state"), outcome(answer));
   } catch (error) {
     showError(error);
+    await update();
   }
-  await update();
 }
 
 const nameOf = (node) => node.node ?? node.grpc;
