@@ -62,6 +62,9 @@ pub struct Link<'a> {
     pub is_excluded: bool,
 }
 
+/// Whether a pair is excluded, its transfer time, and the pair.
+type RankedLink = (bool, Option<f64>, (NodeKey, NodeKey));
+
 /// A measure that finds slow nodes.
 struct Measure {
     name: &'static str,
@@ -115,20 +118,37 @@ impl Directory {
         members.filter(|member| member.breaker.reason().is_some()).count()
     }
 
-    /// Returns the links that the router has measured, or that a circuit breaker excludes.
-    pub fn links(&self) -> impl Iterator<Item = Link<'_>> {
+    /// Returns at most `most` of the links that the router has measured, or that a circuit breaker
+    /// excludes, and the number of all of them. The excluded links come first, then the slowest.
+    /// Selects the links before it looks up addresses: 1,000 nodes have 250,000 pairs.
+    pub fn links(&self, most: usize) -> (Vec<Link<'_>>, usize) {
         let is_open = |breaker: &Breaker| breaker.reason().is_some();
-        let measured = self.transfers.pairs().map(|(pair, token_ms)| (pair, Some(token_ms)));
-        let unmeasured = self.pair_breakers.iter().filter_map(move |(pair, breaker)| {
-            let is_new = self.transfers.measured(*pair).is_none();
-            (is_new && is_open(breaker)).then_some((*pair, None))
+        let measured = self.transfers.pairs().map(|(pair, token_ms)| {
+            let is_excluded = self.pair_breakers.get(&pair).is_some_and(is_open);
+            (is_excluded, Some(token_ms), pair)
         });
-        measured.chain(unmeasured).map(move |(pair, token_ms)| Link {
+        let unmeasured = self.pair_breakers.iter().filter(|(pair, breaker)| {
+            is_open(breaker) && self.transfers.measured(**pair).is_none()
+        });
+        let unmeasured = unmeasured.map(|(pair, _)| (true, None, *pair));
+        let mut all: Vec<RankedLink> = measured.chain(unmeasured).collect();
+        let count = all.len();
+        let order = |a: &RankedLink, b: &RankedLink| {
+            let [of_a, of_b] = [a, b].map(|link| link.1.unwrap_or_default());
+            b.0.cmp(&a.0).then(of_b.total_cmp(&of_a)).then(a.2.cmp(&b.2))
+        };
+        if most < count {
+            all.select_nth_unstable_by(most, order);
+            all.truncate(most);
+        }
+        all.sort_unstable_by(order);
+        let link = move |(is_excluded, token_ms, pair): RankedLink| Link {
             prefill: &self.members[&pair.0].address,
             decode: &self.members[&pair.1].address,
             token_ms,
-            is_excluded: self.pair_breakers.get(&pair).is_some_and(is_open),
-        })
+            is_excluded,
+        };
+        (all.into_iter().map(link).collect(), count)
     }
 
     /// Handles a failed attempt.

@@ -199,22 +199,15 @@ impl Nodes {
     pub(crate) fn list(&self) -> NodeList {
         self.directory(|directory| {
             let nodes = directory.nodes().map(|member| NodeSummary::new(directory, member));
-            let mut links: Vec<LinkSummary> = directory
-                .links()
-                .map(|link| LinkSummary {
-                    prefill: link.prefill.grpc.clone(),
-                    decode: link.decode.grpc.clone(),
-                    token_us: link.token_ms.map(|ms| (ms * 1e6).round() / 1e3),
-                    excluded: link.is_excluded,
-                })
-                .collect();
-            let slowness = |link: &LinkSummary| link.token_us.unwrap_or_default();
-            links.sort_by(|a, b| {
-                b.excluded.cmp(&a.excluded).then(slowness(b).total_cmp(&slowness(a)))
+            let (links, count) = directory.links(LINKS_MAX);
+            let links_left_out = count - links.len();
+            let links = links.into_iter().map(|link| LinkSummary {
+                prefill: link.prefill.grpc.clone(),
+                decode: link.decode.grpc.clone(),
+                token_us: link.token_ms.map(|ms| (ms * 1e6).round() / 1e3),
+                excluded: link.is_excluded,
             });
-            let links_left_out = links.len().saturating_sub(LINKS_MAX);
-            links.truncate(LINKS_MAX);
-            NodeList { nodes: nodes.collect(), links, links_left_out }
+            NodeList { nodes: nodes.collect(), links: links.collect(), links_left_out }
         })
     }
 
