@@ -140,8 +140,10 @@ impl NodeAdapters {
         state.free_ended();
         let taken: u64 = state.slots().iter().flatten().map(|it| it.bytes).sum();
         let HostBytes { weights, kv } = state.model_bytes;
-        let weights = weights + taken + model::Adapter::open_bytes(folder);
-        memory_limit::check(state.share, weights, kv)?;
+        let open_bytes = model::Adapter::open_bytes(folder);
+        memory_limit::check(state.share, weights + taken + open_bytes, kv)?;
+        // A process without a limit is killed, too, when the machine has no memory left.
+        memory_limit::check_more(None, open_bytes)?;
         let adapter = match &state.loader {
             AdapterLoader::Executor(slots) => slots.open(folder, state.rank_max)?,
             AdapterLoader::Ranks(model) => {
