@@ -235,8 +235,9 @@ impl Nodes {
         .await
     }
 
-    /// Returns the targets of a change: the nodes of the model that are up, and for an unload only
-    /// those that have the adapter.
+    /// Returns the targets of a change: for a load the nodes of the model that are up, for an unload
+    /// all nodes of the model that have the adapter. The unload fails for one that is not up, which
+    /// would offer the adapter again once it is.
     pub(crate) fn adapter_targets(
         &self,
         model: &str,
@@ -244,11 +245,10 @@ impl Nodes {
         change: &AdapterChange,
     ) -> Vec<AdapterTarget> {
         self.directory(|directory| {
-            let up = directory.nodes().filter(|member| member.health == Health::Up);
-            let targets = up.filter_map(|member| {
+            let targets = directory.nodes().filter_map(|member| {
                 let record = member.record().filter(|record| record.model == model)?;
                 let is_target = match change {
-                    AdapterChange::Load { .. } => true,
+                    AdapterChange::Load { .. } => member.health == Health::Up,
                     AdapterChange::Unload => has_adapter(record, adapter),
                 };
                 let (node, url) = (record.node_id.to_string(), member.address.grpc.clone());
