@@ -89,6 +89,11 @@ impl ClusterSpec {
         Self { model: smollm2(), ..Self::of(1, 1) }
     }
 
+    /// Returns one prefill and one decode node with all layers of SmolLM2 in f32.
+    pub fn whole_smollm2() -> Self {
+        Self { model: whole_smollm2(), ..Self::of(1, 1) }
+    }
+
     /// Returns a cluster of this many prefill and decode nodes in f32. The caller sets the model.
     /// Prefill nodes prefill every prompt, so that each test of a transfer has one.
     pub fn of(prefill: usize, decode: usize) -> Self {

@@ -5,8 +5,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Layers of SmolLM2 that the cut model keeps. Other choices of eight layers tend to repeat one token, and a lost or
-/// repeated token would not show.
+/// Layers of SmolLM2 that the cut model keeps. With other choices of eight layers the answers repeat
+/// one token, so that a lost or repeated token would not show.
 const LAYERS: [u32; 8] = [0, 1, 2, 3, 26, 27, 28, 29];
 
 /// Returns the path of the cut model in `folder`, and writes the file if it is not there yet.
@@ -28,7 +28,8 @@ pub(crate) fn cut_model(whole: &Path, folder: &Path) -> PathBuf {
     path
 }
 
-/// Writes a GGUF file with the layers [`LAYERS`] of this one, renumbered, and everything else as it is.
+/// Returns a GGUF file with the layers [`LAYERS`] of this one, renumbered, and everything else as it
+/// is.
 fn cut(whole: &[u8]) -> Vec<u8> {
     let header = gguf::Header::parse(whole).expect("the model is a GGUF file");
     let alignment = header.alignment as usize;

@@ -1,4 +1,5 @@
-//! Reference outputs: greedy tokens of f32 oracles for SmolLM2-135M-Instruct, whole and with eight of its layers.
+//! Reference outputs: greedy tokens of f32 oracles for SmolLM2-135M-Instruct, whole and with eight
+//! of its layers.
 
 use serde::Deserialize;
 
@@ -40,7 +41,8 @@ fn parse(text: &str) -> Golden {
     serde_json::from_str(text).expect("the golden file is valid")
 }
 
-/// Returns the run of [`golden`] with the longest prompt. It has many blocks to transfer and to cache.
+/// Returns the run of [`golden`] with the longest prompt. It has many blocks to transfer and to
+/// cache.
 pub fn longest() -> GoldenRun {
     golden().longest()
 }

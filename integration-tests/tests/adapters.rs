@@ -25,7 +25,8 @@ fn adapters(folder: &Path, named: &[(&str, u64)]) -> Result<String> {
     for (name, seed) in named {
         let folder = folder.join(format!("{name}-{seed}"));
         std::fs::create_dir_all(&folder)?;
-        adapter::write(&folder, ModelShape::SMOLLM2, 4, *seed, 0.04)?;
+        let shape = ModelShape { layers: 8, ..ModelShape::SMOLLM2 };
+        adapter::write(&folder, shape, 4, *seed, 0.04)?;
         values.push(format!("{name}={}", folder.display()));
     }
     Ok(values.join(","))

@@ -437,7 +437,11 @@ fn failed_service_start_reports_its_cause() -> Result<()> {
         ];
         let with = |name, value| [&good[..], &[(name, value)]].concat();
         start_fails(program, &with("BATON_MODEL_PATH", "/nowhere/x.gguf"), &["/nowhere/x.gguf"])?;
-        start_fails(program, &with("BATON_MODEL_PATH", &truncated), &["blk.", "offset"])?;
+        start_fails(
+            program,
+            &with("BATON_MODEL_PATH", &truncated),
+            &["truncated", "tensor", "offset"],
+        )?;
         start_fails(program, &with("BATON_NODE_STEP_TOKENS", "many"), &["step_tokens", "many"])?;
         start_fails(program, &with("BATON_CONFIG", &typo), &["step_tokns", "step_tokens"])?;
         start_fails(program, &with("BATON_NODE_GRPC", &taken), &[taken.as_str()])?;

@@ -12,7 +12,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use integration_tests::{
-    cluster::{Cluster, ClusterSpec, bin_dir, smollm2},
+    cluster::{Cluster, ClusterSpec, bin_dir, smollm2, whole_smollm2},
     command::output,
 };
 use serde_json::{Value, json};
@@ -37,7 +37,7 @@ fn number(value: &Value) -> f64 {
 #[test]
 fn engine_bench_reports_every_batch_size() -> Result<()> {
     let folder = tempfile::tempdir()?;
-    let model = smollm2().display().to_string();
+    let model = whole_smollm2().display().to_string();
     let sizes = ["--prefill-tokens", "48", "--context-tokens", "16", "--decode-tokens", "8"];
     let trace_path = folder.path().join("trace.json");
     let trace = trace_path.display().to_string();

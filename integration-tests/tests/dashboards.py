@@ -122,8 +122,8 @@ def without_data(queries, address, baton, router, admin=None):
         # Send different prompts each time: a decode node would prefill a mostly cached prompt itself.
         subprocess.run([*load, "--seed", str(seed)], env=os.environ | {"BATON_API_KEY": KEY}, **quiet)
         ask_router(router, "/v1/completions", {"prompt": "Yes or no?", "max_tokens": 4, "regex": "yes|no"})
-        # Two updates, for the same reason.
-        if admin and seed < 2:
+        # Several updates, for the same reason: all that end between two scrapes count as one sample.
+        if admin and seed % 2 == 0 and seed < 8:
             subprocess.run(push, **quiet)
         try:
             wanted = {index: it for index, it in wanted.items() if not has_number(ask(address, it[1]))}

@@ -1,12 +1,12 @@
-//! Whole clusters generate the golden tokens in every configuration: of all of SmolLM2 in every number format, and of
-//! eight of its layers in every composition.
+//! Whole clusters generate the golden tokens in every configuration: of all layers of SmolLM2 in
+//! every number format, and of eight of them in every composition.
 
 use std::collections::BTreeSet;
 
 use anyhow::Result;
 use integration_tests::{
     client::{Client, greedy_body, salted_body},
-    cluster::{Cluster, ClusterSpec, busy_node, whole_smollm2},
+    cluster::{Cluster, ClusterSpec, busy_node},
     golden::{GoldenRun, golden, longest, whole_golden},
 };
 use serde_json::json;
@@ -15,11 +15,6 @@ async fn client(spec: ClusterSpec) -> Result<(Cluster, Client)> {
     let cluster = Cluster::start(spec).await?;
     let client = Client::new(cluster.http());
     Ok((cluster, client))
-}
-
-/// Returns one prefill and one decode node with all layers of SmolLM2.
-fn whole() -> ClusterSpec {
-    ClusterSpec { model: whole_smollm2(), ..ClusterSpec::of(1, 1) }
 }
 
 /// Checks runs one after the other.
@@ -38,7 +33,7 @@ async fn check(client: &Client, run: &GoldenRun) -> Result<()> {
 
 #[tokio::test]
 async fn one_prefill_and_one_decode_node() -> Result<()> {
-    let (cluster, client) = client(whole()).await?;
+    let (cluster, client) = client(ClusterSpec::whole_smollm2()).await?;
     check_each(&client, whole_golden().runs).await?;
     // The decode node must have received KV.
     let received = cluster.decode[0].metric("baton_kv_transfer_bytes_total").await?;
@@ -52,12 +47,18 @@ const CERTAIN_MARGIN: f32 = 0.15;
 /// something.
 const CERTAIN_TOKENS_MIN: usize = 6;
 const BLOCK_TOKENS: u64 = 16;
-/// K and V of 30 layers with 3 heads of 64 elements, two bytes each.
-const BF16_BLOCK_BYTES: u64 = BLOCK_TOKENS * 2 * 30 * 3 * 64 * 2;
+/// Layers of the whole and of the cut model.
+const LAYERS: [u64; 2] = [30, 8];
+
+/// Returns the bytes of a block in bf16: K and V of 3 heads of 64 elements in each layer.
+const fn bf16_block_bytes(layers: u64) -> u64 {
+    BLOCK_TOKENS * 2 * layers * 3 * 64 * 2
+}
 
 #[tokio::test]
 async fn bf16_matches_up_to_the_first_uncertain_token() -> Result<()> {
-    let (cluster, client) = client(ClusterSpec { dtype: "bf16", ..whole() }).await?;
+    let (cluster, client) =
+        client(ClusterSpec { dtype: "bf16", ..ClusterSpec::whole_smollm2() }).await?;
     for run in whole_golden().runs {
         let sure = run.margins.iter().take_while(|margin| **margin >= CERTAIN_MARGIN).count();
         assert!(sure >= CERTAIN_TOKENS_MIN, "{}: only {sure} tokens are certain", run.name);
@@ -66,7 +67,7 @@ async fn bf16_matches_up_to_the_first_uncertain_token() -> Result<()> {
         assert_eq!(answer.token_ids.len(), run.output_ids.len(), "{}", run.name);
         if run.name == whole_golden().longest().name {
             let blocks = (run.prompt_ids.len() as u64).div_ceil(BLOCK_TOKENS);
-            assert_eq!(answer.kv_bytes, blocks * BF16_BLOCK_BYTES, "{answer:?}");
+            assert_eq!(answer.kv_bytes, blocks * bf16_block_bytes(LAYERS[0]), "{answer:?}");
         }
     }
     cluster.stop()
@@ -78,7 +79,9 @@ const Q8_CERTAIN_MARGIN: f32 = 1.0;
 #[tokio::test]
 async fn q8_cluster_matches_a_single_engine() -> Result<()> {
     let runs = whole_golden().runs;
-    let of = |prefill, decode| ClusterSpec { dtype: "q8", ..whole() }.nodes(prefill, decode);
+    let of = |prefill, decode| {
+        ClusterSpec { dtype: "q8", ..ClusterSpec::whole_smollm2() }.nodes(prefill, decode)
+    };
     let (alone, engine) = client(of(0, 1)).await?;
     let mut expected = Vec::new();
     for run in &runs {
@@ -95,7 +98,7 @@ async fn q8_cluster_matches_a_single_engine() -> Result<()> {
         if run.name == whole_golden().longest().name {
             // KV is bf16, and all blocks were transferred.
             let blocks = (run.prompt_ids.len() as u64).div_ceil(BLOCK_TOKENS);
-            assert_eq!(answer.kv_bytes, blocks * BF16_BLOCK_BYTES, "{answer:?}");
+            assert_eq!(answer.kv_bytes, blocks * bf16_block_bytes(LAYERS[0]), "{answer:?}");
         }
     }
     for node in cluster.prefill.iter().chain(&cluster.decode) {
@@ -106,7 +109,7 @@ async fn q8_cluster_matches_a_single_engine() -> Result<()> {
 
 #[tokio::test]
 async fn text_and_token_prompts_give_the_reference_text() -> Result<()> {
-    let (cluster, client) = client(whole()).await?;
+    let (cluster, client) = client(ClusterSpec::whole_smollm2()).await?;
     for run in whole_golden().runs {
         let body = json!({"prompt": run.prompt, "max_tokens": run.output_ids.len(),
             "temperature": 0, "ignore_eos": true, "skip_special_tokens": false});
@@ -155,7 +158,7 @@ async fn check_prefix_hits(spec: ClusterSpec, on_prefill: bool, on_decode: bool)
     // Blocks cached on the decode node are not transferred.
     let found = if on_decode { half as u64 / BLOCK_TOKENS } else { 0 };
     let crossed = (run.prompt_ids.len() as u64).div_ceil(BLOCK_TOKENS) - found;
-    assert_eq!(answer.kv_bytes, crossed * 2 * BF16_BLOCK_BYTES, "{answer:?}");
+    assert_eq!(answer.kv_bytes, crossed * 2 * bf16_block_bytes(LAYERS[1]), "{answer:?}");
     // Each node counts its own cache hits.
     for (node, before, hit) in
         [(&cluster.prefill[0], before[0], on_prefill), (&cluster.decode[0], before[1], on_decode)]

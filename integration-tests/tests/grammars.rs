@@ -6,7 +6,7 @@ use futures_util::future::{join, try_join_all};
 use integration_tests::{
     client::{Client, greedy_body},
     cluster::{Cluster, ClusterSpec, busy_node},
-    golden::{golden, longest},
+    golden::whole_golden,
 };
 use proto::v1::{
     FinishReason, GenerateOptions, GenerateRequest, Grammar, generate_request::Prompt,
@@ -130,7 +130,7 @@ async fn ask(client: &Client, body: &Value, stream: bool) -> Result<(String, Str
 
 #[tokio::test]
 async fn answers_match_their_schema_or_expression_streamed_and_whole() -> Result<()> {
-    let (cluster, client) = Cluster::start_with_client(ClusterSpec::smollm2()).await?;
+    let (cluster, client) = Cluster::start_with_client(ClusterSpec::whole_smollm2()).await?;
     let number = json!({"type": "integer", "minimum": 1, "maximum": 999});
     let schemas = [
         person(),
@@ -172,7 +172,7 @@ async fn answers_match_their_schema_or_expression_streamed_and_whole() -> Result
 
 #[tokio::test]
 async fn max_tokens_stop_strings_and_ignore_eos_combine_with_a_schema() -> Result<()> {
-    let (cluster, client) = Cluster::start_with_client(ClusterSpec::smollm2()).await?;
+    let (cluster, client) = Cluster::start_with_client(ClusterSpec::whole_smollm2()).await?;
     let whole = chat(QUESTION, json!({"response_format": response_format(person())}));
     let (text, _) = ask(&client, &whole, false).await?;
     // With a smaller `max_tokens` the answer is a prefix of the full answer.
@@ -215,7 +215,7 @@ async fn max_tokens_stop_strings_and_ignore_eos_combine_with_a_schema() -> Resul
 fn long_body(more: Value) -> Value {
     let format = response_format(person());
     let asked = json!({"response_format": format, "ignore_eos": false});
-    with(with(greedy_body(&longest().prompt_ids, 120), asked), more)
+    with(with(greedy_body(&whole_golden().longest().prompt_ids, 120), asked), more)
 }
 
 #[tokio::test]
@@ -223,7 +223,7 @@ async fn forced_retry_resumes_inside_the_grammar() -> Result<()> {
     let mut whole = None;
     for kill_after in [None, Some(0), Some(1), Some(9)] {
         let (mut cluster, client) =
-            Cluster::start_with_client(ClusterSpec::smollm2().nodes(1, 2)).await?;
+            Cluster::start_with_client(ClusterSpec::whole_smollm2().nodes(1, 2)).await?;
         let headers = [("x-baton-stats", "1")];
         let mut stream =
             client.stream_with("/v1/completions", &long_body(json!({})), &headers).await?;
@@ -257,7 +257,7 @@ async fn forced_retry_resumes_inside_the_grammar() -> Result<()> {
 async fn mixed_batch_matches_single_requests_with_and_without_speculative_decoding() -> Result<()> {
     let mut first = None;
     for speculate in ["off", "ngram"] {
-        let spec = ClusterSpec::smollm2().set("BATON_NODE_SPECULATE", speculate);
+        let spec = ClusterSpec::whole_smollm2().set("BATON_NODE_SPECULATE", speculate);
         let (cluster, client) = Cluster::start_with_client(spec).await?;
         let constrained = async |salt: &str| {
             let body = long_body(json!({"cache_salt": salt}));
@@ -265,7 +265,7 @@ async fn mixed_batch_matches_single_requests_with_and_without_speculative_decodi
         };
         let alone = constrained("alone").await?;
         assert_eq!(first.get_or_insert_with(|| alone.clone()), &alone, "{speculate}");
-        let runs = golden().runs;
+        let runs = whole_golden().runs;
         let plain = runs.iter().map(|run| client.greedy(&run.prompt_ids, run.output_ids.len()));
         let beside = ["x", "y", "z"].into_iter().map(constrained);
         let (plain, beside) = join(try_join_all(plain), try_join_all(beside)).await;
@@ -280,7 +280,7 @@ async fn mixed_batch_matches_single_requests_with_and_without_speculative_decodi
 
 #[tokio::test]
 async fn hostile_grammars_are_rejected_with_their_field_and_disturb_no_request() -> Result<()> {
-    let (cluster, client) = Cluster::start_with_client(ClusterSpec::smollm2()).await?;
+    let (cluster, client) = Cluster::start_with_client(ClusterSpec::whole_smollm2()).await?;
     let nested = (0..60).fold(json!(true), |inner, _| json!({"type": "array", "items": inner}));
     let names = (0..3000).map(|index| (format!("key_{index:020}"), json!({"type": "string"})));
     let wide: Value = names.collect();
@@ -323,7 +323,7 @@ async fn hostile_grammars_are_rejected_with_their_field_and_disturb_no_request()
         json!({"regex": "(a{1000}){1000}"}),
         json!({"response_format": response_format(any)}),
     ];
-    let run = longest();
+    let run = whole_golden().longest();
     for body in costly {
         let body = chat("Hi.", with(body, json!({"max_tokens": 20})));
         let neighbour = client.greedy(&run.prompt_ids, run.output_ids.len());
@@ -339,7 +339,7 @@ async fn hostile_grammars_are_rejected_with_their_field_and_disturb_no_request()
 
 #[tokio::test]
 async fn grpc_accepts_a_grammar() -> Result<()> {
-    let cluster = Cluster::start(ClusterSpec::smollm2()).await?;
+    let cluster = Cluster::start(ClusterSpec::whole_smollm2()).await?;
     let mut client = InferenceClient::connect(cluster.grpc()).await?;
     let request = |kind| {
         let options = GenerateOptions {

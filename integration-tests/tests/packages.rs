@@ -5,7 +5,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use integration_tests::{
-    cluster::{bin_dir, smollm2},
+    cluster::{bin_dir, whole_smollm2},
     command::output,
 };
 
@@ -35,7 +35,7 @@ fn wheel_serves_from_an_empty_environment() -> Result<()> {
         .args(["up", "--sample", "--once"])
         .args(addresses)
         .arg("--model")
-        .arg(smollm2()))?;
+        .arg(whole_smollm2()))?;
     assert!(said.contains("Paris"), "{said}");
     Ok(())
 }

@@ -103,11 +103,7 @@ pub(crate) fn smollm2_cluster_on_a_gpu_generates_the_golden_tokens_in_f32() {
     };
     let (_, runs) = smollm2();
     let gpu = vec![uuids[0].clone()];
-    let mut spec = ClusterSpec {
-        gpus: vec![gpu.clone(), gpu],
-        model: whole_smollm2(),
-        ..ClusterSpec::of(1, 1)
-    };
+    let mut spec = ClusterSpec { gpus: vec![gpu.clone(), gpu], ..ClusterSpec::whole_smollm2() };
     spec = spec.set("BATON_NODE_DEVICE", "cuda").set("BATON_NODE_BLOCKS", "2000");
     if let Ok(kernels) = std::env::var("BATON_TEST_KERNELS") {
         spec = spec.set("BATON_NODE_KERNELS", &kernels);

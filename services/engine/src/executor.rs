@@ -30,7 +30,7 @@ pub use self::{
     step_times::StepTimes,
 };
 use crate::{
-    adapter::AdapterSlots,
+    adapter_slots::AdapterSlots,
     plan::{RowMask, StepId, StepPlan, StepResult},
 };
 

@@ -13,6 +13,7 @@
 #![forbid(unsafe_code)]
 
 pub mod adapter;
+pub mod adapter_slots;
 mod block_pool;
 pub mod constraint;
 pub mod defaults;

@@ -11,7 +11,7 @@ use std::{
 
 use cluster::{ADAPTER_NAME_ALLOWED, Adapter, is_adapter_name};
 use config::Config;
-use engine::adapter::{AdapterSlots, LoadedAdapter};
+use engine::{adapter::LoadedAdapter, adapter_slots::AdapterSlots};
 use kernels::Shard;
 use model::{ModelConfig, ModelError};
 use tracing::info;

@@ -38,7 +38,7 @@ use super::{
     worker::Worker,
 };
 use crate::{
-    adapter::{ADAPTER_SLOTS_MAX, AdapterSlots},
+    adapter_slots::{ADAPTER_SLOTS_MAX, AdapterSlots},
     plan::{RowFailure, RowMask, RowResult, Span, StepId, StepPlan, StepResult, StepRun},
 };
 
