@@ -1,12 +1,13 @@
-//! SmolLM2 with some of its layers: tests of clusters compute with it in less than half of the time.
+//! SmolLM2 with some of its layers, with which tests of clusters compute in less than half of the
+//! time.
 
 use std::{
     io::Write,
     path::{Path, PathBuf},
 };
 
-/// Layers of SmolLM2 that the cut model keeps. With other choices of eight layers the answers repeat
-/// one token, so that a lost or repeated token would not show.
+/// Layers of SmolLM2 that the cut model keeps. With other choices of eight layers the answers
+/// repeat one token, so that a lost or repeated token would not show.
 const LAYERS: [u32; 8] = [0, 1, 2, 3, 26, 27, 28, 29];
 
 /// Returns the path of the cut model in `folder`, and writes the file if it is not there yet.
@@ -28,8 +29,8 @@ pub(crate) fn cut_model(whole: &Path, folder: &Path) -> PathBuf {
     path
 }
 
-/// Returns a GGUF file with the layers [`LAYERS`] of this one, renumbered, and everything else as it
-/// is.
+/// Returns a GGUF file with the layers [`LAYERS`] of this one, renumbered, and everything else as
+/// it is.
 fn cut(whole: &[u8]) -> Vec<u8> {
     let header = gguf::Header::parse(whole).expect("the model is a GGUF file");
     let alignment = header.alignment as usize;
