@@ -13,9 +13,9 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use integration_tests::{
     client::{Client, salted_body},
-    cluster::{Cluster, ClusterSpec, SECRET, bin_dir, smollm2},
+    cluster::{Cluster, ClusterSpec, SECRET, bin_dir, smollm2, whole_smollm2},
     command::output,
-    golden::golden,
+    golden::{golden, whole_golden},
 };
 use serde_json::{Value, json};
 
@@ -33,12 +33,13 @@ async fn safetensors_in_shards_give_the_reference_tokens() -> Result<()> {
 /// test tokenizer.json.
 async fn check_golden(shards: usize) -> Result<()> {
     let folder = tempfile::tempdir()?;
-    folder::write(&smollm2(), folder.path(), shards)?;
+    folder::write(&whole_smollm2(), folder.path(), shards)?;
     let spec = ClusterSpec { model: folder.path().to_owned(), ..ClusterSpec::smollm2() };
     let cluster = Cluster::start(spec).await?;
     let client = Client::new(cluster.http());
     for name in ["code", "chat_template"] {
-        let run = golden().runs.into_iter().find(|run| run.name == name).expect("it is there");
+        let run =
+            whole_golden().runs.into_iter().find(|run| run.name == name).expect("it is there");
         let found = client.greedy(&run.prompt_ids, run.output_ids.len()).await?;
         assert_eq!(found, run.output_ids, "{name}");
         let body = json!({"prompt": run.prompt, "max_tokens": run.output_ids.len(),
