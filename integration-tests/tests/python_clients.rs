@@ -10,7 +10,7 @@ use integration_tests::{
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_openai_python_client_works_unmodified() -> Result<()> {
-    run(ClusterSpec::smollm2(), "tests/openai_client.py").await
+    run(ClusterSpec::whole_smollm2(), "tests/openai_client.py").await
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -26,7 +26,7 @@ async fn the_anthropic_python_client_works_unmodified() -> Result<()> {
 /// Returns a cluster whose chat template renders tools. The model's own template does not.
 fn with_tools() -> ClusterSpec {
     let template = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/tool_template.jinja");
-    ClusterSpec::smollm2().set("BATON_MODEL_CHAT_TEMPLATE", template)
+    ClusterSpec::whole_smollm2().set("BATON_MODEL_CHAT_TEMPLATE", template)
 }
 
 /// Runs a script of this crate against a cluster. The script must end with "ok".

@@ -12,7 +12,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use integration_tests::{
     client::Client,
-    cluster::{Cluster, ClusterSpec, SECRET, bin_dir, smollm2},
+    cluster::{Cluster, ClusterSpec, SECRET, bin_dir, whole_smollm2},
     command::output,
 };
 use serde_json::{Value, json};
@@ -95,7 +95,7 @@ async fn two_models_start_as_documented() -> Result<()> {
         blocks.into_iter().find(|(_, text)| text.starts_with("export BATON_CLUSTER_SECRET"));
     let (_, mut text) = block.context("no block starts two models")?;
     text = text.replace("$PWD/target/release", &bin_dir().display().to_string());
-    let model = smollm2().display().to_string();
+    let model = whole_smollm2().display().to_string();
     for shown in ["models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf", "path/to/another"] {
         assert!(text.contains(shown), "{text}");
         text = text.replace(shown, &model);
@@ -203,7 +203,8 @@ fn said_by(program: &str, args: &[&str]) -> Result<String> {
 #[tokio::test(flavor = "multi_thread")]
 async fn every_client_of_the_readme_gets_an_answer() -> Result<()> {
     let cluster =
-        Cluster::start(ClusterSpec::smollm2().set("BATON_MODEL_NAME", "smollm2-135m")).await?;
+        Cluster::start(ClusterSpec::whole_smollm2().set("BATON_MODEL_NAME", "smollm2-135m"))
+            .await?;
     let mut clients = Vec::new();
     for (language, text) in fences(&readme()) {
         let text = text
@@ -230,7 +231,7 @@ async fn every_client_of_the_readme_gets_an_answer() -> Result<()> {
 
 #[tokio::test]
 async fn documented_request_limits_hold() -> Result<()> {
-    let cluster = Cluster::start(ClusterSpec::smollm2().nodes(0, 1)).await?;
+    let cluster = Cluster::start(ClusterSpec::whole_smollm2().nodes(0, 1)).await?;
     let client = Client::new(cluster.http());
     let rows = chat_rows(&page("docs/limits.md"));
     assert!(rows.len() >= 5, "{rows:?}");
@@ -261,7 +262,7 @@ async fn documented_request_limits_hold() -> Result<()> {
 fn readme_shows_the_output_of_a_run() -> Result<()> {
     let text = fences(&readme()).into_iter().find(|(_, text)| text.starts_with("baton: ready"));
     let (_, shown) = text.context("no output is shown")?;
-    let model = smollm2().display().to_string();
+    let model = whole_smollm2().display().to_string();
     let mut up = Command::new(bin_dir().join("baton"));
     up.args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model", &model])
         .args(["--sample", "--once"]);

@@ -8,7 +8,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use integration_tests::{
-    cluster::{SECRET, bin_dir, smollm2},
+    cluster::{SECRET, bin_dir, whole_smollm2},
     lines::Lines,
 };
 use serde_json::Value;
@@ -63,7 +63,7 @@ impl Terminal {
 }
 
 fn router() -> String {
-    let (program, model) = (bin_dir().join("baton-router"), smollm2());
+    let (program, model) = (bin_dir().join("baton-router"), whole_smollm2());
     format!(
         "{} --model-path {} --router-http 127.0.0.1:0 --router-grpc 127.0.0.1:0 --router-admin 127.0.0.1:0 \
          --cluster-secret {SECRET}",
@@ -73,7 +73,7 @@ fn router() -> String {
 }
 
 fn up(flags: &str) -> String {
-    let (program, model) = (bin_dir().join("baton"), smollm2());
+    let (program, model) = (bin_dir().join("baton"), whole_smollm2());
     format!(
         "{} up --model {} --http 127.0.0.1:0 --grpc 127.0.0.1:0 {flags}",
         program.display(),

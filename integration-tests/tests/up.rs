@@ -13,9 +13,9 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use integration_tests::{
     client::{Client, Event, greedy_body},
-    cluster::{SECRET, Service, bin_dir, smollm2},
+    cluster::{SECRET, Service, bin_dir, whole_smollm2},
     command,
-    golden::longest,
+    golden::whole_golden,
     lines::Lines,
     processes::{arguments, signal},
     up::Up,
@@ -33,7 +33,7 @@ fn start(args: &[&str]) -> Result<Up> {
 
 /// Starts `baton up` as [`start`] does, with these variables.
 fn start_with(args: &[&str], settings: &BTreeMap<String, String>) -> Result<Up> {
-    let model = smollm2().display().to_string();
+    let model = whole_smollm2().display().to_string();
     let common = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model", &model];
     Up::start(&[&common, args].concat(), settings)
 }
@@ -54,7 +54,7 @@ fn cpus_for_several_nodes_are_refused_in_one_line() -> Result<()> {
         let output = command::output(
             Command::new(bin_dir().join("baton"))
                 .args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model"])
-                .arg(smollm2())
+                .arg(whole_smollm2())
                 .env(&variable, value),
         )?;
         let said = String::from_utf8(output.stderr)?;
@@ -70,7 +70,7 @@ fn cpus_for_several_nodes_are_refused_in_one_line() -> Result<()> {
 fn alias_of_an_unknown_model_is_refused_before_any_node_starts() -> Result<()> {
     let mut command = Command::new(bin_dir().join("baton"));
     command.args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model"]);
-    let output = command::output(command.arg(smollm2()).env("BATON_ROUTER_ALIASES", "a=b"))?;
+    let output = command::output(command.arg(whole_smollm2()).env("BATON_ROUTER_ALIASES", "a=b"))?;
     let said = String::from_utf8(output.stderr)?;
     assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{said}");
     assert!(said.contains(&format!("there is no model \"b\"; allowed: {MODEL_NAME}")), "{said}");
@@ -146,7 +146,7 @@ async fn requested_node_counts_and_dtype_are_used() -> Result<()> {
     let (_, health) = client.get_json("/health").await?;
     assert_eq!((&health["prefill_nodes"], &health["decode_nodes"]), (&json!(2), &json!(2)));
     // The golden tokens are from f32; with bf16 the answer would differ.
-    let run = longest();
+    let run = whole_golden().longest();
     assert_eq!(client.greedy(&run.prompt_ids, 48).await?, run.output_ids);
     up.interrupt();
     assert_eq!(up.wait()?, Some(0));
@@ -216,7 +216,7 @@ async fn explained_stages_account_for_95_percent_of_a_request() -> Result<()> {
 /// The output is not read, as with a paused terminal. A pipe holds 64 KiB.
 #[test]
 fn unread_log_does_not_delay_the_shutdown() -> Result<()> {
-    let model = smollm2().display().to_string();
+    let model = whole_smollm2().display().to_string();
     let mut child = Command::new(bin_dir().join("baton"))
         .args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model", &model])
         .args(["--sample"])
@@ -248,7 +248,7 @@ fn make_run_once_streams_an_answer_and_ends() -> Result<()> {
     let mut make = Command::new("make")
         .args(["run", "ONCE=1", "CARGO=true", "HTTP=127.0.0.1:0", "GRPC=127.0.0.1:0"])
         .arg(format!("PROFILE={}", profile.context("a profile")?))
-        .arg(format!("MODEL={}", smollm2().display()))
+        .arg(format!("MODEL={}", whole_smollm2().display()))
         .current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(".."))
         .env("CARGO_TARGET_DIR", target.context("a target folder")?)
         .stdin(Stdio::null())
@@ -331,7 +331,7 @@ fn two_free_ports() -> Result<u16> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn nodes_of_one_host_serve_a_router_that_runs_elsewhere() -> Result<()> {
-    let (port, model) = (two_free_ports()?, smollm2().display().to_string());
+    let (port, model) = (two_free_ports()?, whole_smollm2().display().to_string());
     let settings = |pairs: &[(&str, &str)]| -> BTreeMap<String, String> {
         pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
     };
@@ -367,7 +367,7 @@ async fn nodes_of_one_host_serve_a_router_that_runs_elsewhere() -> Result<()> {
     let router = Service::start(folder.path(), "router", "baton-router", &router)?;
     let client = Client::new(format!("http://{}", router.ready.http));
     wait_decode_nodes(&client, 1).await?;
-    let run = longest();
+    let run = whole_golden().longest();
     let body = json!({"prompt": run.prompt_ids, "max_tokens": 8, "temperature": 0}).to_string();
     let ask = async || {
         client.post_bytes("/v1/completions", body.clone().into(), &[("x-baton-stats", "1")]).await
@@ -400,7 +400,7 @@ async fn nodes_of_one_host_serve_a_router_that_runs_elsewhere() -> Result<()> {
 async fn configuration_file_is_applied() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let path = folder.path().join("baton.toml");
-    let model = format!("path = {:?}\nname = \"capitals\"", smollm2());
+    let model = format!("path = {:?}\nname = \"capitals\"", whole_smollm2());
     let router = "http = \"127.0.0.1:0\"\ngrpc = \"127.0.0.1:0\"";
     let text = format!(
         "[model]\n{model}\n[router]\n{router}\n[node]\nsequence_tokens_max = 64\n\
@@ -463,7 +463,7 @@ fn invalid_model_or_used_port_is_reported_in_one_line() -> Result<()> {
     assert_eq!(code, Some(1));
     assert!(said.contains("nobody") && said.contains("smollm2-135m"), "{said}");
 
-    let model = smollm2().display().to_string();
+    let model = whole_smollm2().display().to_string();
     let (code, said) = run(&["--model", &model, "--no-router"])?;
     assert_eq!((code, said.lines().count()), (Some(1), 1), "{said}");
     assert!(said.contains("cluster.secret"), "{said}");

@@ -15,7 +15,7 @@ use std::{
 use anyhow::{Result, ensure};
 use integration_tests::{
     client::Client,
-    cluster::{Cluster, ClusterSpec, bin_dir, smollm2},
+    cluster::{Cluster, ClusterSpec, bin_dir, smollm2, whole_smollm2},
     command,
     golden::golden,
     processes::signal,
@@ -368,7 +368,7 @@ async fn cluster_downloads_and_serves_an_uncached_model() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn up_downloads_and_serves_an_uncached_model() -> Result<()> {
     let file = "SmolLM2-135M-Instruct.Q4_1.gguf";
-    let content = Content::OnDisk(smollm2(), sha256(&std::fs::read(smollm2())?));
+    let content = Content::OnDisk(whole_smollm2(), sha256(&std::fs::read(whole_smollm2())?));
     let files = [(file.to_owned(), content)].into();
     let hub = Hub::start(Behaviour { files, ..Behaviour::default() })?;
     let machine = Machine::new(&hub)?;

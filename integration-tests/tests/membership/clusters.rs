@@ -15,7 +15,7 @@ use anyhow::{Context, Result, ensure};
 use cluster::MemberChange;
 use integration_tests::{
     client::{Client, salted_body},
-    cluster::{Cluster, ClusterSpec, bin_dir, smollm2},
+    cluster::{Cluster, ClusterSpec, bin_dir, whole_smollm2},
     command::output,
     etcd::Etcd,
     golden::{GoldenRun, golden},
@@ -343,7 +343,7 @@ pub(crate) async fn up_with_etcd_answers_and_leaves_nothing_behind() -> Result<(
     up.args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--sample", "--once"])
         .args(["--etcd", &etcd.url()])
         .arg("--model")
-        .arg(smollm2())
+        .arg(whole_smollm2())
         .env("BATON_CLUSTER_ETCD_PREFIX", PREFIX);
     let output = output(&mut up)?;
     let said = String::from_utf8_lossy(&output.stderr);
