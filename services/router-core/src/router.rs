@@ -258,7 +258,7 @@ impl RouterCore {
     ) -> (AnswerId, SessionTurn<()>, bool) {
         self.answers += 1;
         let id = AnswerId(self.answers);
-        let ModelQueue { queue, sessions } = self.model(model);
+        let ModelQueue { queue, sessions, .. } = self.model(model);
         (id, sessions.arrived(now, flow, identity), !queue.is_empty())
     }
 

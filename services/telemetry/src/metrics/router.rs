@@ -243,7 +243,7 @@ instruments! {
             "Exclusions of nodes by this router, by role and reason";
         cached_blocks: Gauge<u64>, (), + "role" => "baton.nodes.cached_blocks",
             "Cached KV blocks known to this router, by role";
-        queue_time: Gauge<f64>, (), + "gen_ai.request.model" + "role" => "baton.queue.predicted_time" "s",
+        queue_time: Gauge<f64>, (), + "gen_ai.request.model", + "role" => "baton.queue.predicted_time" "s",
             "Predicted time until the waiting requests are served, by model and by role of the busy nodes";
     }
 }
