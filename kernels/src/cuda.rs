@@ -107,7 +107,7 @@ pub use collective::{
     AllReduceAlgorithm, AllReduceNorm, AllReduceShape, CudaGroup, GroupArena, GroupHandle,
 };
 pub use context::{Compute, Context, DeviceToHost, Event, HostToDevice, Stream, StreamRole};
-pub use driver::{CUDA_NEEDED, Device, Driver, Link, has_cublaslt, has_nccl};
+pub use driver::{CUDA_NEEDED, Device, Driver, Link, has_cublaslt};
 pub use error::{CudaError, CudaVersion};
 pub use experts::{CudaExperts, EXPERT_GROUPS_MAX, EXPERTS_CHOSEN_MAX, EXPERTS_MAX};
 pub use export::{ExportedMemory, HANDLE_BYTES};
@@ -120,7 +120,7 @@ pub use links::{CopySubmission, LinkRate, pull_rate};
 pub use memory::{ALIGNMENT, CopyInFlight, DeviceMemory, PinnedMemory, Range};
 pub use nccl::{
     Communicator, CommunicatorOptions, NCCL_ENVIRONMENT, Nccl, NcclError, NcclVersion, Piece,
-    SendOrReceive, UniqueId, set_nccl_environment,
+    SendOrReceive, UniqueId, has_nccl, set_nccl_environment,
 };
 pub use packer::CudaPacker;
 pub use plan::{Admission, Extension, KnownDrafts, StepRows};

@@ -501,7 +501,7 @@ int32_t load_fp8_gemm() {
 
 int fp8_gemm_tile(const baton_skinny_gemm_args& p, const Device& device) {
   if (encode == nullptr || p.rows > kRowsMost || p.n % 16 != 0) return 0;
-  // Where a CTA has only one tile, splitting x takes longer than widening the weight (README.md).
+  // Where a CTA has only one tile, splitting x takes longer than converting the weight to bf16 (README.md).
   const bool is_narrow = p.epilogue == BATON_SKINNY_RESIDUAL && p.n <= 32 * ctas_max(p, device);
   if (is_narrow && p.rows <= kWidenedRowsMost && p.weight_block == 0) return 0;
   const Choice choice = choose(p, device);

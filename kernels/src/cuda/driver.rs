@@ -10,7 +10,7 @@ use libloading::Library;
 
 use super::{
     error::{CudaError, CudaVersion, Named, reason},
-    nccl, packages,
+    packages,
 };
 
 /// CUDA version of the bindings; the driver may be newer.
@@ -220,11 +220,6 @@ pub fn has_cublaslt() -> bool {
     is_present() || OF_PACKAGE.get_or_init(load).is_some() && is_present()
 }
 
-/// Returns whether NCCL can be loaded.
-pub fn has_nccl() -> bool {
-    nccl::open_first(None).is_ok()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -284,6 +279,6 @@ mod tests {
             Ok(driver) => assert!(driver.version() >= CUDA_NEEDED),
             Err(error) => assert!(!error.to_string().is_empty()),
         }
-        let _ = (has_cublaslt(), has_nccl());
+        let _ = (has_cublaslt(), crate::cuda::has_nccl());
     }
 }

@@ -277,9 +277,14 @@ impl Nccl {
     }
 }
 
+/// Returns whether NCCL can be loaded.
+pub fn has_nccl() -> bool {
+    open_first(None).is_ok()
+}
+
 /// Opens the file, or without a path the first NCCL of the system's loader, of usual folders and of
 /// Python packages.
-pub(super) fn open_first(file: Option<&Path>) -> Result<Library, NcclError> {
+fn open_first(file: Option<&Path>) -> Result<Library, NcclError> {
     let usual = FOLDERS.iter().map(|folder| Path::new(folder).join(SONAME));
     let usual = usual.chain(packages::of_this_environment("nccl/lib/libnccl.so.2"));
     let candidates: Vec<PathBuf> = match file {

@@ -208,11 +208,9 @@ fn load_weights(
     let reasons: Vec<String> = defaults.reasons.iter().map(ToString::to_string).collect();
     info!("derived the settings that are auto: {}", reasons.join("; "));
     let identity = identity::model_identity(fingerprint, weights, layout);
-    let path = path.to_owned();
-    let model = checkpoint.config().clone();
     let loaded = Loaded {
-        path,
-        model,
+        path: path.to_owned(),
+        model: model.clone(),
         host_bytes,
         arena,
         identity,
