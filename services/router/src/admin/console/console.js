@@ -109,15 +109,16 @@ const share = (part, whole) => (td) => {
   setText(td.lastChild, `${Math.round((100 * part) / whole)}% of ${whole.toLocaleString("en")}`);
 };
 
+// The buttons resolve the promise: a close event may arrive after the dialog opened again. After Escape it stays
+// unresolved, so nothing happens.
 function confirmed(text, action) {
   const dialog = byId("confirm");
   byId("confirm-text").textContent = text;
   byId("confirm-yes").textContent = action;
   return new Promise((resolve) => {
-    let yes = false;
-    byId("confirm-yes").onclick = () => { yes = true; dialog.close(); };
-    byId("confirm-no").onclick = () => dialog.close();
-    dialog.onclose = () => resolve(yes);
+    const answer = (yes) => () => { dialog.close(); resolve(yes); };
+    byId("confirm-yes").onclick = answer(true);
+    byId("confirm-no").onclick = answer(false);
     dialog.showModal();
   });
 }
