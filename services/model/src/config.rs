@@ -4,6 +4,7 @@ pub(crate) mod fields;
 pub(crate) mod gguf_metadata;
 pub(crate) mod hugging_face;
 pub(crate) mod quantization;
+mod rope_parameters;
 
 use std::{num::NonZeroUsize, ops::RangeInclusive, path::Path};
 
@@ -44,6 +45,8 @@ pub struct ModelConfig {
     pub rms_eps: f32,
     pub rope_theta: f32,
     pub rope_scaling: RopeScaling,
+    /// Factor of rotated queries and keys (YaRN, LongRoPE); 1 with partial RoPE.
+    pub rope_attention_factor: f32,
     /// `layer_count` descriptions.
     pub layers: Vec<LayerSpec>,
     /// Whether the output projection shares the weights of the embedding. A folder with a different
@@ -69,7 +72,8 @@ impl ModelConfig {
             };
         }
         compare!(family hidden_size layer_count query_head_count kv_head_count head_dim rotary_dim ffn_size
-            vocab_size context_tokens rms_eps rope_theta rope_scaling layers tied_output bos_token_id eos_token_ids);
+            vocab_size context_tokens rms_eps rope_theta rope_scaling
+            rope_attention_factor layers tied_output bos_token_id eos_token_ids);
         None
     }
 }
@@ -184,6 +188,10 @@ impl ModelConfig {
         within("RMS norm epsilon", self.rms_eps, 0.0..=0.1, "0 to 0.1")?;
         within("rope theta", self.rope_theta, 1.0..=1e12, "1 to 1e12")?;
         let factor_within = |factor| within("rope scaling factor", factor, 1.0..=1e6, "1 to 1e6");
+        let original_within = |tokens| {
+            let allowed = format!("1 to {CONTEXT_MAX}");
+            within("rope scaling's original context", tokens, 1.0..=CONTEXT_MAX as f32, &allowed)
+        };
         match &self.rope_scaling {
             RopeScaling::None => {}
             RopeScaling::Linear { factor } => factor_within(*factor)?,
@@ -198,9 +206,24 @@ impl ModelConfig {
                     let allowed = "low frequency factor > 0, high above it, up to 1e6".into();
                     bad("rope scaling", format!("low {low}, high {high}"), allowed)?;
                 }
-                let allowed = format!("1 to {CONTEXT_MAX}");
-                let range = 1.0..=CONTEXT_MAX as f32;
-                within("rope scaling's original context", *original, range, &allowed)?;
+                original_within(*original)?;
+            }
+            RopeScaling::Yarn {
+                factor,
+                fast_rotations: fast,
+                slow_rotations: slow,
+                original_context_tokens: original,
+                has_whole_bounds: _,
+            } => {
+                factor_within(*factor)?;
+                if self.rope_theta == 1.0 {
+                    bad("rope theta", "1".into(), "above 1 with YaRN, up to 1e12".into())?;
+                }
+                if !(*slow > 0.0 && slow < fast && *fast <= 1e6) {
+                    let allowed = "beta_slow > 0, beta_fast above it, up to 1e6".into();
+                    bad("rope scaling", format!("beta_slow {slow}, beta_fast {fast}"), allowed)?;
+                }
+                original_within(*original)?;
             }
             RopeScaling::Divisors(divisors) => {
                 if divisors.len() != self.rotary_dim / 2 {
@@ -210,6 +233,19 @@ impl ModelConfig {
                 for divisor in divisors {
                     within("rope divisor", *divisor, 1e-6..=1e6, "1e-6 to 1e6")?;
                 }
+            }
+        }
+        // The factor is part of the scale of scores, which the other elements of a head share.
+        match self.rotary_dim == self.head_dim {
+            true => within(
+                "rope attention factor",
+                self.rope_attention_factor,
+                0.1..=10.0,
+                "0.1 to 10",
+            )?,
+            false => {
+                let allowed = "1 with partial RoPE";
+                within("rope attention factor", self.rope_attention_factor, 1.0..=1.0, allowed)?;
             }
         }
         if let Some(experts) = self.experts() {
@@ -327,9 +363,9 @@ impl ModelConfig {
         KvLayout { kv_head_count, ..self.kv_layout(dtype) }
     }
 
-    /// Returns the scale of attention scores.
+    /// Returns the scale of attention scores, with the factors of queries and keys.
     pub fn attention_scale(&self) -> f32 {
-        1.0 / (self.head_dim as f32).sqrt()
+        self.rope_attention_factor.powi(2) / (self.head_dim as f32).sqrt()
     }
 
     /// Returns the number of tokens that a layer attends to, if bounded.

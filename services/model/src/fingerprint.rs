@@ -197,6 +197,7 @@ impl Hash {
             rms_eps,
             rope_theta,
             rope_scaling,
+            rope_attention_factor,
             layers,
             tied_output,
             bos_token_id,
@@ -216,6 +217,10 @@ impl Hash {
         self.numbers(&sizes.map(|&size| size as u64));
         self.floats(&[*rms_eps, *rope_theta]);
         self.rope_scaling(rope_scaling);
+        if *rope_attention_factor != 1.0 {
+            self.bytes(b"attention factor");
+            self.floats(&[*rope_attention_factor]);
+        }
         if rotary_dim != head_dim {
             self.bytes(b"rotary");
             self.numbers(&[*rotary_dim as u64]);
@@ -248,6 +253,17 @@ impl Hash {
                     *high_frequency_factor,
                     *original_context_tokens,
                 ]);
+            }
+            RopeScaling::Yarn {
+                factor,
+                fast_rotations,
+                slow_rotations,
+                original_context_tokens,
+                has_whole_bounds,
+            } => {
+                self.bytes(b"yarn");
+                self.floats(&[*factor, *fast_rotations, *slow_rotations, *original_context_tokens]);
+                self.numbers(&[(*has_whole_bounds).into()]);
             }
             RopeScaling::Divisors(divisors) => {
                 self.bytes(b"divisors");

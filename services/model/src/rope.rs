@@ -18,8 +18,20 @@ pub enum RopeScaling {
         high_frequency_factor: f32,
         original_context_tokens: f32,
     },
+    /// Frequencies of pairs with few rotations within the original context are divided by `factor`,
+    /// those with many are kept, and those between are interpolated by the index of their pair.
+    Yarn {
+        factor: f32,
+        /// Rotations within the original context from which on a pair is kept.
+        fast_rotations: f32,
+        /// Rotations within the original context up to which a pair is divided by `factor`.
+        slow_rotations: f32,
+        original_context_tokens: f32,
+        /// Whether the bounds of the interpolation are rounded to whole pairs.
+        has_whole_bounds: bool,
+    },
     /// Each frequency is divided by its own divisor (`rotary_dim / 2` of them): GGUF's
-    /// `rope_freqs`.
+    /// `rope_freqs`, and LongRoPE.
     Divisors(Vec<f32>),
 }
 
@@ -36,6 +48,35 @@ pub(crate) fn frequencies(theta: f32, rotary_dim: usize, scaling: &RopeScaling) 
         RopeScaling::Linear { factor } => plain.map(|frequency| frequency / factor).collect(),
         RopeScaling::Divisors(divisors) => {
             plain.zip(divisors).map(|(frequency, divisor)| frequency / divisor).collect()
+        }
+        &RopeScaling::Yarn {
+            factor,
+            fast_rotations,
+            slow_rotations,
+            original_context_tokens,
+            has_whole_bounds,
+        } => {
+            let pair_of = |rotations: f32| {
+                let wavelength = f64::from(original_context_tokens) / f64::from(rotations);
+                rotary_dim as f64 * (wavelength / std::f64::consts::TAU).ln()
+                    / (2.0 * f64::from(theta).ln())
+            };
+            let (mut first, mut last) = (pair_of(fast_rotations), pair_of(slow_rotations));
+            if has_whole_bounds {
+                (first, last) = (first.floor(), last.ceil());
+            }
+            (first, last) = (first.max(0.0), last.min(rotary_dim as f64 - 1.0));
+            if first == last {
+                last += 0.001;
+            }
+            plain
+                .enumerate()
+                .map(|(pair, frequency)| {
+                    let ramp = (pair as f32 - first as f32) / (last - first) as f32;
+                    let kept = 1.0 - ramp.clamp(0.0, 1.0);
+                    frequency / factor * (1.0 - kept) + frequency * kept
+                })
+                .collect()
         }
         &RopeScaling::Llama3 {
             factor,

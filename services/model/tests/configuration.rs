@@ -60,7 +60,7 @@ fn first_difference_of_two_configurations_is_named() {
     let config = open(json!({})).unwrap();
     assert_eq!(config.difference(&config), None);
     type Change = fn(&mut ModelConfig);
-    let changes: [(&str, Change); 17] = [
+    let changes: [(&str, Change); 18] = [
         ("family", |it| it.family = Family::named("qwen3").unwrap()),
         ("hidden_size", |it| it.hidden_size += 1),
         ("layer_count", |it| it.layer_count += 1),
@@ -74,6 +74,7 @@ fn first_difference_of_two_configurations_is_named() {
         ("rms_eps", |it| it.rms_eps *= 2.0),
         ("rope_theta", |it| it.rope_theta *= 2.0),
         ("rope_scaling", |it| it.rope_scaling = RopeScaling::None),
+        ("rope_attention_factor", |it| it.rope_attention_factor = 1.5),
         ("layers", |it| {
             let Mixer::Attention(attention) = it.layers[2].mixer;
             let window = Some(NonZeroUsize::MIN);
@@ -238,13 +239,11 @@ fn configurations_that_transformers_loads_are_read() {
 
 #[test]
 fn unsupported_features_are_rejected_by_name() {
-    let supported_rope = "expected \"default\", \"linear\" or \"llama3\"";
-    for kind in ["dynamic", "yarn", "longrope"] {
-        assert_eq!(
-            refusal(json!({"rope_scaling": {"rope_type": kind, "factor": 4.0}})),
-            format!("unsupported rope_scaling.rope_type: \"{kind}\"; {supported_rope}")
-        );
-    }
+    assert_eq!(
+        refusal(json!({"rope_scaling": {"rope_type": "axial", "factor": 4.0}})),
+        "unsupported rope_scaling.rope_type: \"axial\"; expected \"default\", \"linear\", \
+         \"dynamic\", \"yarn\", \"longrope\" or \"llama3\""
+    );
     let cases = [
         (
             json!({"architectures": ["GemmaForCausalLM"]}),
@@ -324,6 +323,35 @@ fn invalid_values_are_rejected_with_key_value_and_range() {
                 "high_freq_factor": 4, "original_max_position_embeddings": 8192}}),
             "rope scaling is low 4, high 4; expected low frequency factor > 0, \
              high above it, up to 1e6",
+        ),
+        (
+            json!({"rope_scaling": {"rope_type": "yarn", "factor": 4, "beta_fast": 1}}),
+            "rope scaling is beta_slow 1, beta_fast 1; expected beta_slow > 0, beta_fast above it, up to 1e6",
+        ),
+        (
+            json!({"rope_scaling": {"rope_type": "yarn", "factor": 4, "rope_theta": 1}}),
+            "rope theta is 1; expected above 1 with YaRN, up to 1e12",
+        ),
+        (
+            json!({"rope_scaling": {"rope_type": "yarn", "factor": 4, "attention_factor": 0}}),
+            "rope attention factor is 0; expected 0.1 to 10",
+        ),
+        (
+            json!({"rope_scaling": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 0}}),
+            "rope scaling's original context is 0; expected 1 to 67108864",
+        ),
+        (
+            json!({"rope_scaling": {"rope_type": "dynamic"}}),
+            "key \"rope_scaling.factor\": is missing",
+        ),
+        (
+            json!({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}),
+            "number of rope divisors is 1; expected 8 (half the rotary dimension)",
+        ),
+        (
+            json!({"architectures": ["Glm4MoeForCausalLM"], "head_dim": 16,
+                "rope_scaling": {"rope_type": "yarn", "factor": 4}}),
+            "rope attention factor is 1.1386294; expected 1 with partial RoPE",
         ),
     ];
     for (changes, message) in cases {
@@ -487,6 +515,30 @@ fn frequencies_equal_those_of_transformers() {
             let ulps = found.to_bits().abs_diff(expected.to_bits());
             assert!(ulps <= 2, "{}: pair {pair} is {found}, expected {expected}", case["name"]);
         }
+    }
+}
+
+#[test]
+fn scaled_frequencies_and_attention_factors_equal_those_of_transformers() {
+    let cases = fs::read(common::fixture("rope.json")).unwrap();
+    let cases: Vec<Value> = serde_json::from_slice(&cases).unwrap();
+    assert_eq!(cases.len(), 9);
+    for case in cases {
+        let name = case["name"].as_str().unwrap();
+        let config = open(case["config"].clone()).unwrap();
+        let number = |value: &Value| value.as_f64().unwrap() as f32;
+        let factor = number(&case["attention_factor"]);
+        assert!((config.rope_attention_factor / factor - 1.0).abs() < 1e-6, "{name}");
+        let scale = factor * factor / (config.head_dim as f32).sqrt();
+        assert!((config.attention_scale() / scale - 1.0).abs() < 1e-6, "{name}");
+        let expected = case["frequencies"].as_array().unwrap();
+        assert_eq!(config.rope_frequencies().len(), expected.len(), "{name}");
+        for (pair, found) in config.rope_frequencies().into_iter().enumerate() {
+            let expected = number(&expected[pair]);
+            let difference = (found / expected - 1.0).abs();
+            assert!(difference < 1e-6, "{name}: pair {pair} is {found}, expected {expected}");
+        }
+        assert_eq!(config.context_tokens as u64, case["context_tokens"], "{name}");
     }
 }
 

@@ -95,6 +95,7 @@ pub(crate) fn from_gguf(
         rms_eps: metadata.require("attention.layer_norm_rms_epsilon")?,
         rope_theta: metadata.of_model("rope.freq_base")?.unwrap_or(10_000.0),
         rope_scaling: rope_scaling(&metadata, rope_divisors)?,
+        rope_attention_factor: 1.0,
         // No known file of these families limits the window to some layers, so all layers have it.
         layers: vec![layer.with_window(window); layer_count.min(LAYERS_MAX)],
         tied_output: !has_output,

@@ -1,14 +1,13 @@
 //! Model configuration from a Hugging Face `config.json` (and `generation_config.json`).
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use super::{
     LAYERS_MAX, ModelConfig, default_head_dim,
     fields::{Fields, JsonFile},
+    rope_parameters::Rope,
 };
-use crate::{error::ModelError, families::Family, rope::RopeScaling};
-
-const SUPPORTED_ROPE: &str = "\"default\", \"linear\" or \"llama3\"";
+use crate::{error::ModelError, families::Family};
 
 /// Reads the configuration. `generation` adds end-of-sequence ids, because model authors put the
 /// chat's ids there.
@@ -37,7 +36,8 @@ pub(crate) fn from_hugging_face(
             }
         }
     }
-    let rope = rope(&fields, family)?;
+    let context_tokens = fields.get("max_position_embeddings")?.unwrap_or(absent.context_tokens);
+    let rope = Rope::read(&fields, family, context_tokens)?;
 
     let layer_count = fields.require("num_hidden_layers")?;
     ModelConfig {
@@ -52,10 +52,11 @@ pub(crate) fn from_hugging_face(
         rotary_dim: rope.dim(head_dim),
         ffn_size: fields.require("intermediate_size")?,
         vocab_size: fields.require("vocab_size")?,
-        context_tokens: fields.get("max_position_embeddings")?.unwrap_or(absent.context_tokens),
+        context_tokens: rope.context_tokens,
         rms_eps: fields.get("rms_norm_eps")?.unwrap_or(absent.rms_eps),
         rope_theta: rope.theta,
         rope_scaling: rope.scaling,
+        rope_attention_factor: rope.attention_factor,
         // `ModelConfig::validate` rejects a count above the limit.
         layers: family.layers(&fields, layer_count.min(LAYERS_MAX))?,
         // Without an LM head the embedding takes its place: embedding models need no logits.
@@ -103,76 +104,4 @@ fn check_supported(fields: &Fields<'_>, family: &Family) -> Result<(), ModelErro
         }
     }
     Ok(())
-}
-
-/// Parameters of the rotary embedding.
-struct Rope {
-    theta: f32,
-    scaling: RopeScaling,
-    part: RotaryPart,
-}
-
-/// Part of a head that is rotated.
-enum RotaryPart {
-    Factor(f64),
-    Elements(usize),
-}
-
-impl Rope {
-    /// Returns the number of elements of a head that are rotated.
-    fn dim(&self, head_dim: usize) -> usize {
-        match self.part {
-            RotaryPart::Factor(factor) => (head_dim as f64 * factor) as usize,
-            RotaryPart::Elements(elements) => elements,
-        }
-    }
-}
-
-/// Reads theta and scaling: from `rope_parameters` since transformers 5, from `rope_theta` and
-/// `rope_scaling` before.
-fn rope(fields: &Fields<'_>, family: &Family) -> Result<Rope, ModelError> {
-    let absent_theta = family.absent().rope_theta;
-    let outer_theta = fields.get::<f32>("rope_theta")?;
-    let outer_factor = fields.rotary_factor(family.rotary_factor().is_some())?;
-    let outer_part = match (outer_factor, family.rotary_factor()) {
-        (Some(factor), _) => RotaryPart::Factor(factor),
-        (None, None) => RotaryPart::Factor(1.0),
-        // The key of MiniMax-M2.
-        (None, Some(absent)) => match fields.get("rotary_dim")? {
-            Some(elements) => RotaryPart::Elements(elements),
-            None => RotaryPart::Factor(absent),
-        },
-    };
-    let scaling_key = ["rope_parameters", "rope_scaling"]
-        .into_iter()
-        .find(|&key| fields.object.get(key).is_some_and(|value| !value.is_null()));
-    let Some(scaling_key) = scaling_key else {
-        let theta = outer_theta.unwrap_or(absent_theta);
-        return Ok(Rope { theta, scaling: RopeScaling::None, part: outer_part });
-    };
-    let object = fields.require::<Map<String, Value>>(scaling_key)?;
-    let parameters = Fields { path: fields.path, object: &object, parent: Some(scaling_key) };
-    let part = parameters
-        .rotary_factor(family.rotary_factor().is_some())?
-        .map_or(outer_part, RotaryPart::Factor);
-    let theta = parameters.get("rope_theta")?.or(outer_theta).unwrap_or(absent_theta);
-
-    let kind = match parameters.get::<String>("rope_type")? {
-        Some(kind) => kind,
-        None => parameters.get::<String>("type")?.unwrap_or_else(|| "default".into()),
-    };
-    let scaling = match kind.as_str() {
-        "default" => RopeScaling::None,
-        "linear" => RopeScaling::Linear { factor: parameters.require("factor")? },
-        "llama3" => RopeScaling::Llama3 {
-            factor: parameters.require("factor")?,
-            low_frequency_factor: parameters.require("low_freq_factor")?,
-            high_frequency_factor: parameters.require("high_freq_factor")?,
-            original_context_tokens: parameters.require("original_max_position_embeddings")?,
-        },
-        other => {
-            return Err(parameters.unsupported("rope_type", format!("{other:?}"), SUPPORTED_ROPE));
-        }
-    };
-    Ok(Rope { theta, scaling, part })
 }

@@ -417,6 +417,7 @@ mod tests {
             rms_eps: 1e-6,
             rope_theta: 1e4,
             rope_scaling: RopeScaling::None,
+            rope_attention_factor: 1.0,
             layers: Vec::new(),
             tied_output: true,
             bos_token_id: None,
