@@ -143,7 +143,7 @@ impl<T: Pod> Deref for Aligned<T> {
 impl<T: Pod> DerefMut for Aligned<T> {
     #[inline]
     fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as in `deref`, and exclusive by `&mut self`.
+        // SAFETY: `length` elements were allocated and zeroed, and `&mut self` borrows them alone.
         unsafe { slice::from_raw_parts_mut(self.start.as_ptr(), self.length) }
     }
 }

@@ -41,7 +41,7 @@ impl Graph {
         let ended = unsafe { result::stream::end_capture(stream.raw()) };
         let graph = ended.named("cuStreamEndCapture");
         if let (Err(error), Ok(graph)) = (&outcome, &graph) {
-            // SAFETY: as below.
+            // SAFETY: the capture created the graph, and nothing else destroys it on this path.
             let _ = unsafe { result::graph::destroy(*graph) };
             return Err(error.clone());
         }

@@ -331,7 +331,8 @@ impl<T: Pod> PinnedMemory<T> {
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut self[..len]);
         let address = from.part(offset, bytes.len());
         if !bytes.is_empty() {
-            // SAFETY: as in `upload`, and nothing reads the host memory before `done`.
+            // SAFETY: the bytes are inside the range. `CopyInFlight` keeps the host memory
+            // allocated until `done`, and nothing reads it before.
             unsafe { result::memcpy_dtoh_async(bytes, address, stream.raw()) }
                 .named("cuMemcpyDtoHAsync")?;
         }
