@@ -198,7 +198,7 @@ pub(crate) fn nodes_in_one_process_fall_back_to_tcp_and_count_it() {
     let other = Node::start("other", gpus - 1, TransferKind::Ipc, other_sink);
     one.fill(pattern);
     let transfer = TransferId(1);
-    let expect = api::Command::Expect {
+    let expect = api::Command::Send {
         transfer,
         peer: other.address.clone(),
         prompt_hash: 1,

@@ -553,7 +553,7 @@ pub(crate) fn run_peer() {
                 let blocks = kind.places(words[4].parse().unwrap(), words[5].parse().unwrap());
                 let abort = words[7].parse().ok().map(Duration::from_micros);
                 known.push((transfer, blocks, words[6] == "true", abort));
-                let command = api::Command::Expect {
+                let command = api::Command::Send {
                     transfer,
                     peer,
                     prompt_hash: 1,

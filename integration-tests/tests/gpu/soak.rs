@@ -206,7 +206,7 @@ impl<'a> Side<'a> {
         let (transfer, peer) = (Self::id(lane, number), self.peer.clone());
         let (prompt_hash, deadline, traceparent) = (1, TRANSFER_TIMEOUT, String::new());
         let command = if self.is_sender {
-            api::Command::Expect { transfer, peer, prompt_hash, deadline, traceparent }
+            api::Command::Send { transfer, peer, prompt_hash, deadline, traceparent }
         } else {
             let (first_block, blocks) = (0, plan.places.clone());
             api::Command::Receive {

@@ -9,9 +9,9 @@
 //!    in flight, so the node may free them.
 //!
 //! Transfer at the prefill node (sender):
-//! 1. The node gives [`Command::Expect`] when the router's `Prefill` call arrives. The receiver's
+//! 1. The node gives [`Command::Send`] when the router's `Prefill` call arrives. The receiver's
 //!    `RESERVE` may arrive before or after the command. [`Event::Ready`] says that both have
-//!    arrived. Without an `Expect`, this side keeps a `RESERVE` while the receiver names it in
+//!    arrived. Without an `Send`, this side keeps a `RESERVE` while the receiver names it in
 //!    heartbeats, for at most [`ANSWER_TIMEOUT_MAX`](crate::config::ANSWER_TIMEOUT_MAX).
 //! 2. The node gives [`Command::Written`] for each computed range of blocks, in order. The node
 //!    keeps a reference on each of these blocks.
@@ -19,7 +19,7 @@
 //! 4. The transfer ends with [`Event::Delivered`] or [`Event::SendFailed`]: no read of the blocks
 //!    is in flight, so the node may drop its references.
 //!
-//! A node starts its side of a transfer by `Receive` or `Expect`. Each started side ends with
+//! A node starts its side of a transfer by `Receive` or `Send`. Each started side ends with
 //! exactly one of its two final events, also after [`Command::Abort`]. After an abort by either
 //! side, or after the loss of the peer, the blocks are released within one lease
 //! ([`LEASE`](crate::config::LEASE)) + 0.5 s. If the sender's node does not start the transfer, the
@@ -91,7 +91,7 @@ pub enum Command {
     },
     /// Sender: starts the transfer, because the router has called `Prefill`. The receiver's
     /// `RESERVE` may arrive before or after this command.
-    Expect {
+    Send {
         transfer: TransferId,
         peer: PeerAddress,
         prompt_hash: u128,
@@ -126,7 +126,7 @@ pub enum Event {
     Arrived { transfer: TransferId, first_index: u32, token: SampledToken, stats: TransferStats },
     /// Receiver, final: no write to the blocks is in flight.
     ReceiveFailed { transfer: TransferId, failure: TransferFailure },
-    /// Sender: `Expect` and the matching `RESERVE` have both arrived, so prefill may start. The
+    /// Sender: `Send` and the matching `RESERVE` have both arrived, so prefill may start. The
     /// receiver has the blocks before `first_block` in its prefix cache. `traceparent` is that of
     /// the receiver's command.
     Ready { transfer: TransferId, first_block: u32, block_count: u32, traceparent: String },
@@ -162,6 +162,6 @@ pub enum TransferFailure {
     Deadline { waiting_for: String },
     #[error("chunk {chunk} failed its integrity check")]
     Damaged { chunk: u32 },
-    #[error("protocol error by {peer}: {detail}")]
-    Protocol { peer: String, detail: String },
+    #[error("protocol error by {peer}: {violation}")]
+    Protocol { peer: String, violation: String },
 }

@@ -36,7 +36,7 @@ pub struct TransferLimits {
     /// up to [`TCP_CONNECTIONS_MAX`] - 1 further threads, each with a socket and a second thread
     /// while it is connected, and a receiver has a socket and a thread for each.
     pub pairs_max: usize,
-    /// `RESERVE`s whose `Expect` has not arrived.
+    /// `RESERVE`s whose `Send` has not arrived.
     pub early_max: usize,
     /// Finished or cancelled transfers that are remembered to answer late messages.
     pub tombstones_max: usize,
@@ -56,7 +56,7 @@ impl TransferLimits {
     /// commands of active transfers.
     pub fn queued_max(&self, command: &Command) -> usize {
         match command {
-            Command::Receive { .. } | Command::Expect { .. } => self.commands_max / 2,
+            Command::Receive { .. } | Command::Send { .. } => self.commands_max / 2,
             _ => self.commands_max,
         }
     }

@@ -244,7 +244,7 @@ mod tests {
     }
 
     fn expect(transfer: u128) -> Input {
-        Input::Command(Command::Expect {
+        Input::Command(Command::Send {
             transfer: TransferId(transfer),
             peer: PeerAddress {
                 node_id: "peer".to_owned(),

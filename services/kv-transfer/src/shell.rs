@@ -64,7 +64,7 @@ impl EventSink for Sender<Event> {
 }
 
 /// The command was rejected. Half of the queue is reserved for transfers that have started, so a
-/// node that rejects a `Receive` or `Expect` still accepts the other commands.
+/// node that rejects a `Receive` or `Send` still accepts the other commands.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error("cannot queue a transfer command: {queued} commands are already queued")]
 pub struct Overloaded {

@@ -80,7 +80,7 @@ impl Callers {
     pub(crate) fn set_traceparent(&self, call: CallId, command: &mut Command) {
         let (traceparent, stage) = match command {
             Command::Receive { traceparent, .. } => (traceparent, AttemptStage::Transfer),
-            Command::Expect { traceparent, .. } => (traceparent, AttemptStage::Queue),
+            Command::Send { traceparent, .. } => (traceparent, AttemptStage::Queue),
             _ => return,
         };
         if let Some(caller) = self.callers.get(&call.number) {

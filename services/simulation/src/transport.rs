@@ -101,7 +101,7 @@ impl SimTransport {
                 let blocks = blocks.iter().copied().zip(*first_block..);
                 self.registered.insert(*transfer, blocks.collect());
             }
-            Command::Expect { transfer, .. } => {
+            Command::Send { transfer, .. } => {
                 self.registered.insert(*transfer, BTreeMap::new());
             }
             // The transfer may have ended meanwhile.

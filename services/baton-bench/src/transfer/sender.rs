@@ -152,7 +152,7 @@ impl SenderSetup {
         for id in ids {
             let transfer =
                 TransferId(u128::from_str_radix(id, 16).context("malformed transfer id")?);
-            self.node.transfers.command(Command::Expect {
+            self.node.transfers.command(Command::Send {
                 transfer,
                 peer: self.receiver.clone(),
                 prompt_hash: transfer.0,

@@ -117,8 +117,8 @@ pub(super) enum Step<C> {
     End(Ended),
 }
 
-/// Announcement of the sender.
-pub(crate) enum Lend {
+/// Outcome of polling for the sender's `Lend`.
+pub(crate) enum PolledLend {
     /// The sender's blocks `from` are ready; `to` were posted for them.
     Chunk { chunk: ChunkId, from: Vec<BlockId>, to: Vec<BlockWrite> },
     /// No receive is posted: the transfer was cancelled here while the message was in flight.
@@ -146,21 +146,21 @@ impl Incoming<'_> {
     }
 
     /// Polls for `Lend` and takes the blocks that were posted for the chunk.
-    pub(crate) fn receive_lend(&self, messages: &mut Messages) -> io::Result<Lend> {
+    pub(crate) fn receive_lend(&self, messages: &mut Messages) -> io::Result<PolledLend> {
         let (chunk, from) = match messages.poll()? {
             Polled::Message(Message::Lend { chunk, blocks }) => (chunk, blocks),
             Polled::Message(Message::Refused { reason }) => {
-                return Ok(Lend::End(Ended::Refused { reason }));
+                return Ok(PolledLend::End(Ended::Refused { reason }));
             }
             Polled::Message(message) => return Err(unexpected(&message, "Lend")),
-            Polled::Nothing if !self.inbox.is_closed() => return Ok(Lend::Nothing),
-            Polled::Nothing | Polled::End => return Ok(Lend::End(Ended::Closed)),
+            Polled::Nothing if !self.inbox.is_closed() => return Ok(PolledLend::Nothing),
+            Polled::Nothing | Polled::End => return Ok(PolledLend::End(Ended::Closed)),
         };
         Ok(match self.inbox.take(chunk) {
-            Some(to) => Lend::Chunk { chunk, from, to },
+            Some(to) => PolledLend::Chunk { chunk, from, to },
             None => {
                 self.shared.metrics.refuse_data("frame_not_posted");
-                Lend::NotPosted { chunk }
+                PolledLend::NotPosted { chunk }
             }
         })
     }

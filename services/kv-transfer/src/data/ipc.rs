@@ -34,7 +34,9 @@ use kernels::{
 
 use super::{
     Ended, Incoming, Outgoing,
-    chunk_ends::{Lend, Step, start_and_complete, unexpected, until_done, verify_and_release},
+    chunk_ends::{
+        PolledLend, Step, start_and_complete, unexpected, until_done, verify_and_release,
+    },
     invalid,
     message::{Message, Messages},
     stream::POLL,
@@ -136,15 +138,15 @@ fn start_copy(
     messages: &mut Messages,
 ) -> io::Result<Step<UnansweredChunk>> {
     let (chunk, from, to) = match incoming.receive_lend(messages)? {
-        Lend::Chunk { chunk, from, to } => (chunk, from, to),
-        Lend::NotPosted { chunk } => {
+        PolledLend::Chunk { chunk, from, to } => (chunk, from, to),
+        PolledLend::NotPosted { chunk } => {
             return Ok(Step::Started(UnansweredChunk { chunk, copy: None }));
         }
-        Lend::Nothing => return Ok(Step::Nothing),
-        Lend::End(Ended::Refused { .. }) => {
+        PolledLend::Nothing => return Ok(Step::Nothing),
+        PolledLend::End(Ended::Refused { .. }) => {
             return Err(invalid("protocol error: unexpected message; expected Lend".to_owned()));
         }
-        Lend::End(ended) => return Ok(Step::End(ended)),
+        PolledLend::End(ended) => return Ok(Step::End(ended)),
     };
     let started = if from.len() == to.len() {
         memory.pull(&from, to)

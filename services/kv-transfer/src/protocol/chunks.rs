@@ -29,13 +29,13 @@ pub(super) struct Chunks {
     /// Index of the first waiting chunk.
     waiting_from: usize,
     /// All chunks before this index were given to the transport.
-    given_to: usize,
+    started_to: usize,
     /// Number of chunks in `State::Announced`.
     announced: usize,
     /// Number of chunks in `State::Announced` or `State::Clear`.
     ahead: usize,
-    /// Number of chunks in `State::Given`.
-    given: usize,
+    /// Number of chunks in `State::InFlight`.
+    in_flight: usize,
 }
 
 #[derive(Debug)]
@@ -55,7 +55,7 @@ enum State {
     /// `CTS` has arrived.
     Clear,
     /// All blocks are written, and the transport has the chunk.
-    Given,
+    InFlight,
     /// No longer read by the transport.
     Sent { integrity: u64 },
 }
@@ -87,10 +87,10 @@ impl Chunks {
             next_block: reserved.start,
             end_block: reserved.end,
             waiting_from: 0,
-            given_to: 0,
+            started_to: 0,
             announced: 0,
             ahead: 0,
-            given: 0,
+            in_flight: 0,
         }
     }
 
@@ -133,7 +133,7 @@ impl Chunks {
 
     /// Returns the announced chunks whose `CTS` has not arrived.
     pub(super) fn unanswered(&self) -> impl Iterator<Item = &control::Chunk> {
-        let ahead = self.chunks[self.given_to..self.waiting_from].iter();
+        let ahead = self.chunks[self.started_to..self.waiting_from].iter();
         let unanswered = ahead.filter(|chunk| chunk.state == State::Announced);
         unanswered.map(|chunk| &chunk.announcement)
     }
@@ -160,37 +160,38 @@ impl Chunks {
 
     /// Returns the next chunk that is written and has a `CTS`, with its blocks, and marks it as
     /// given to the transport.
-    pub(super) fn give(&mut self) -> Option<(u32, Vec<BlockId>)> {
+    pub(super) fn start_next(&mut self) -> Option<(u32, Vec<BlockId>)> {
         let is_due = |chunk: &Chunk| {
             chunk.state == State::Clear
                 && chunk.blocks.len() == chunk.announcement.block_count as usize
         };
-        let ahead = &self.chunks[self.given_to..self.waiting_from];
-        let index = self.given_to + ahead.iter().position(is_due)?;
-        let given = &mut self.chunks[index];
-        given.state = State::Given;
-        let blocks = given.blocks.clone();
+        let ahead = &self.chunks[self.started_to..self.waiting_from];
+        let index = self.started_to + ahead.iter().position(is_due)?;
+        let started = &mut self.chunks[index];
+        started.state = State::InFlight;
+        let blocks = started.blocks.clone();
         self.ahead -= 1;
-        self.given += 1;
-        let is_given = |chunk: &Chunk| matches!(chunk.state, State::Given | State::Sent { .. });
-        while self.chunks.get(self.given_to).is_some_and(is_given) {
-            self.given_to += 1;
+        self.in_flight += 1;
+        let is_started =
+            |chunk: &Chunk| matches!(chunk.state, State::InFlight | State::Sent { .. });
+        while self.chunks.get(self.started_to).is_some_and(is_started) {
+            self.started_to += 1;
         }
         Some((index as u32, blocks))
     }
 
     pub(super) fn sent(&mut self, chunk: u32, integrity: u64) {
         if let Some(sent) = self.chunks.get_mut(chunk as usize)
-            && sent.state == State::Given
+            && sent.state == State::InFlight
         {
             sent.state = State::Sent { integrity };
-            self.given -= 1;
+            self.in_flight -= 1;
         }
     }
 
     /// Returns whether the transport may still read blocks of this transfer.
     pub(super) fn are_read(&self) -> bool {
-        self.given > 0
+        self.in_flight > 0
     }
 
     /// Returns the blocks of the prompt that the node still has to write.
@@ -200,12 +201,12 @@ impl Chunks {
 
     /// Returns one integrity value per chunk once all chunks are sent.
     pub(super) fn integrity(&self) -> Option<Vec<u64>> {
-        if self.given_to < self.chunks.len() || self.given > 0 {
+        if self.started_to < self.chunks.len() || self.in_flight > 0 {
             return None;
         }
         let value = |chunk: &Chunk| match chunk.state {
             State::Sent { integrity } => Some(integrity),
-            State::Waiting | State::Announced | State::Clear | State::Given => None,
+            State::Waiting | State::Announced | State::Clear | State::InFlight => None,
         };
         self.chunks.iter().map(value).collect()
     }
@@ -236,9 +237,11 @@ mod tests {
         std::iter::from_fn(|| chunks.announce().map(|chunk| chunk.chunk)).collect()
     }
 
-    fn given(chunks: &mut Chunks) -> Vec<(u32, Vec<u32>)> {
+    fn started(chunks: &mut Chunks) -> Vec<(u32, Vec<u32>)> {
         let ids = |blocks: Vec<BlockId>| blocks.into_iter().map(|block| block.0).collect();
-        std::iter::from_fn(|| chunks.give()).map(|(chunk, blocks)| (chunk, ids(blocks))).collect()
+        std::iter::from_fn(|| chunks.start_next())
+            .map(|(chunk, blocks)| (chunk, ids(blocks)))
+            .collect()
     }
 
     #[test]
@@ -256,17 +259,17 @@ mod tests {
         for chunk in [0, 2, 1] {
             chunks.clear(chunk).unwrap();
         }
-        assert!(given(&mut chunks).is_empty());
+        assert!(started(&mut chunks).is_empty());
         chunks.add(0, &blocks(2)).unwrap();
         assert_eq!(chunks.due(), 3..12, "the receiver has cached both blocks");
         chunks.add(2, &blocks(2)).unwrap();
         assert_eq!(chunks.due(), 4..12);
-        assert!(given(&mut chunks).is_empty());
+        assert!(started(&mut chunks).is_empty());
         chunks.add(4, &blocks(4)).unwrap();
         assert_eq!(chunks.due(), 8..12);
-        assert_eq!(given(&mut chunks), [(0, vec![1, 0, 1, 2])], "chunk 1 lacks three blocks");
+        assert_eq!(started(&mut chunks), [(0, vec![1, 0, 1, 2])], "chunk 1 lacks three blocks");
         chunks.add(8, &blocks(4)).unwrap();
-        assert_eq!(given(&mut chunks), [(1, vec![3, 0, 1, 2]), (2, vec![3])]);
+        assert_eq!(started(&mut chunks), [(1, vec![3, 0, 1, 2]), (2, vec![3])]);
         assert_eq!(chunks.due(), 12..12);
     }
 
@@ -274,7 +277,10 @@ mod tests {
     fn empty_reservation_has_no_chunks() {
         let mut chunks = chunks(5..5, 4);
         chunks.add(0, &blocks(5)).unwrap();
-        assert_eq!((chunks.count(), chunks.announce().is_none(), chunks.give()), (0, true, None));
+        assert_eq!(
+            (chunks.count(), chunks.announce().is_none(), chunks.start_next()),
+            (0, true, None)
+        );
         assert_eq!((chunks.integrity(), chunks.due()), (Some(vec![]), 5..5));
     }
 
@@ -304,9 +310,9 @@ mod tests {
         assert_eq!(chunks.clear(2), Ok(true));
         assert!(announced(&mut chunks).is_empty(), "chunk 2 is not written yet");
         chunks.add(1, &blocks(10)[1..]).unwrap();
-        assert_eq!(given(&mut chunks), [(2, vec![2])]);
+        assert_eq!(started(&mut chunks), [(2, vec![2])]);
         assert_eq!(chunks.clear(2), Ok(false), "a repeated CTS");
-        assert!(given(&mut chunks).is_empty());
+        assert!(started(&mut chunks).is_empty());
         assert_eq!(announced(&mut chunks), [8]);
         let unanswered: Vec<u32> = chunks.unanswered().map(|chunk| chunk.chunk).collect();
         assert_eq!(unanswered, [0, 1, 3, 4, 5, 6, 7, 8]);
@@ -314,12 +320,12 @@ mod tests {
             chunks.clear(chunk).unwrap();
         }
         assert_eq!(
-            given(&mut chunks).iter().map(|(chunk, _)| *chunk).collect::<Vec<_>>(),
+            started(&mut chunks).iter().map(|(chunk, _)| *chunk).collect::<Vec<_>>(),
             [0, 1, 3, 4, 5, 6, 7, 8]
         );
         assert_eq!(announced(&mut chunks), [9]);
         chunks.clear(9).unwrap();
-        assert_eq!(given(&mut chunks), [(9, vec![9])]);
+        assert_eq!(started(&mut chunks), [(9, vec![9])]);
         for chunk in (0..10).rev() {
             assert!(chunks.are_read() && chunks.integrity().is_none());
             chunks.sent(chunk, u64::from(chunk) * 10);

@@ -91,7 +91,7 @@ impl Core {
                     }
                 }
             }
-            Command::Expect { transfer, peer, prompt_hash, deadline, traceparent } => {
+            Command::Send { transfer, peer, prompt_hash, deadline, traceparent } => {
                 if self.has_reserve(transfer, &peer) {
                     let chunk_bytes_max = self.chunk_bytes_max(peer.epoch);
                     self.with_transfer(transfer, |outgoing, context| {

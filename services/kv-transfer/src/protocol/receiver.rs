@@ -107,13 +107,13 @@ impl Transfer {
                 return context.send(peer, Body::ClearToSend { transfer, chunk });
             }
         };
-        let detail = format!(
+        let violation = format!(
             "CHUNK {chunk} of {block_count} blocks from {first_block}, {bytes} bytes: {problem}; \
              expected blocks within the {} reserved from {}",
             reserve.blocks.len(),
             reserve.first_block
         );
-        self.broken(context, detail);
+        self.broken(context, violation);
     }
 
     pub(super) fn on_received(&mut self, context: &mut EventContext, chunk: u32, integrity: u64) {
@@ -132,11 +132,11 @@ impl Transfer {
         }
         let (chunks, reserved) = (done.chunk_count as usize, receiving.reserve.blocks.len());
         if chunks > reserved || done.integrity.len() != chunks {
-            let detail = format!(
+            let violation = format!(
                 "DONE names {chunks} chunks with {} integrity values; expected one per chunk and at most {reserved} chunks",
                 done.integrity.len()
             );
-            return self.broken(context, detail);
+            return self.broken(context, violation);
         }
         receiving.done = Some(done);
         self.complete_when_all_agrees(context);
@@ -163,12 +163,12 @@ impl Transfer {
         let numbers_agree = receiving.chunks.len() == done.integrity.len()
             && receiving.chunks.keys().all(|number| (*number as usize) < done.integrity.len());
         if !numbers_agree || covered != reserved {
-            let detail = format!(
+            let violation = format!(
                 "DONE after {} chunks with {covered} of {reserved} blocks; it names {} chunks",
                 receiving.chunks.len(),
                 done.chunk_count
             );
-            return self.broken(context, detail);
+            return self.broken(context, violation);
         }
         let damaged = receiving.chunks.iter().find_map(|(number, chunk)| {
             (chunk.integrity != Some(done.integrity[*number as usize])).then_some(*number)

@@ -1,6 +1,6 @@
 //! The sending side of one transfer, at the prefill node.
 //!
-//! 1. `Expect` (from the node) and `RESERVE` (from the receiver) arrive in either order. Once both
+//! 1. `Send` (from the node) and `RESERVE` (from the receiver) arrive in either order. Once both
 //!    have arrived, the node gets `Ready`.
 //! 2. The reservation is split into chunks. Each is announced by `CHUNK`, repeatedly until the
 //!    receiver answers `CTS`: the first at once, the others a few ahead of the written blocks. A
@@ -31,11 +31,11 @@ pub(super) struct Sending {
     /// Index and value of the first token, after `Finish`.
     pub finish: Option<(u32, SampledToken)>,
     pub done: Option<Done>,
-    first_given: Option<Instant>,
+    first_started: Option<Instant>,
 }
 
 impl Transfer {
-    /// Starts a transfer whose `RESERVE` arrived before `Expect`. It is kept while the receiver
+    /// Starts a transfer whose `RESERVE` arrived before `Send`. It is kept while the receiver
     /// names it, and not acknowledged: the heartbeat that acknowledges `RESERVE` would renew the
     /// receiver's lease, although this node may never expect the transfer.
     pub(super) fn early(
@@ -49,7 +49,7 @@ impl Transfer {
         Self { is_begun: false, ..begun }
     }
 
-    /// Handles `Expect` after `RESERVE`, which may meanwhile have expired or been aborted.
+    /// Handles `Send` after `RESERVE`, which may meanwhile have expired or been aborted.
     pub(super) fn on_expect(
         &mut self,
         context: &mut EventContext,
@@ -111,7 +111,7 @@ impl Transfer {
         }
         let end_block = match end_block(&reserve, prompt_hash) {
             Ok(end_block) => end_block,
-            Err(detail) => return self.broken(context, detail),
+            Err(violation) => return self.broken(context, violation),
         };
         let first_block = reserve.first_block;
         self.phase = Phase::Sending(Sending {
@@ -123,7 +123,7 @@ impl Transfer {
             ),
             finish: None,
             done: None,
-            first_given: None,
+            first_started: None,
         });
         self.retry = Retry::start(context.now);
         self.begin_lease(context.now, LEASE);
@@ -154,7 +154,7 @@ impl Transfer {
     ) {
         let Some(sending) = self.sending(context, "Written") else { return };
         match sending.chunks.add(first_block, &blocks) {
-            Ok(()) => self.give(context),
+            Ok(()) => self.start_chunks(context),
             Err(reason) => self.abort(context, reason),
         }
     }
@@ -203,21 +203,21 @@ impl Transfer {
         match sending.chunks.clear(chunk) {
             Ok(true) => {
                 self.retry = Retry::start(context.now);
-                self.give(context);
+                self.start_chunks(context);
             }
             Ok(false) => {}
-            Err(detail) => self.broken(context, detail),
+            Err(violation) => self.broken(context, violation),
         }
     }
 
     /// Passes the computed chunks that have a `CTS` to the transport, then announces further
     /// chunks.
-    fn give(&mut self, context: &mut EventContext) {
+    fn start_chunks(&mut self, context: &mut EventContext) {
         let Phase::Sending(sending) = &mut self.phase else { return };
-        while let Some((chunk, blocks)) = sending.chunks.give() {
+        while let Some((chunk, blocks)) = sending.chunks.start_next() {
             let (peer, transfer) = (self.peer.epoch, self.id);
             context.act(Action::SendChunk { peer, transfer, chunk, blocks });
-            sending.first_given.get_or_insert(context.now);
+            sending.first_started.get_or_insert(context.now);
         }
         self.announce(context);
     }
@@ -259,7 +259,7 @@ impl Transfer {
             bytes: sending.chunks.bytes(),
             chunks: sending.chunks.count(),
             elapsed: sending
-                .first_given
+                .first_started
                 .map_or(Duration::ZERO, |first| context.now.saturating_duration_since(first)),
         };
         self.phase = Phase::Complete;

@@ -36,10 +36,10 @@ pub(super) struct Transfer {
     pub id: TransferId,
     pub peer: Peer,
     pub side: Side,
-    /// Trace context of the node. Before `Expect`, a sender has the receiver's trace context.
+    /// Trace context of the node. Before `Send`, a sender has the receiver's trace context.
     pub traceparent: String,
     /// Whether the node has started the transfer and must get a final event. A sender's node starts
-    /// it with `Expect`.
+    /// it with `Send`.
     pub is_begun: bool,
     /// Deadline of the whole transfer, set by the node.
     pub deadline: Instant,
@@ -55,7 +55,7 @@ pub(super) struct Transfer {
 }
 
 pub(super) enum Phase {
-    /// Sender: only `Expect` has arrived. No block is held, so no lease applies.
+    /// Sender: only `Send` has arrived. No block is held, so no lease applies.
     Expecting { prompt_hash: u128 },
     /// Sender: only `RESERVE` has arrived.
     Early { reserve: Reserve },
@@ -137,9 +137,9 @@ impl Transfer {
     }
 
     /// Fails the transfer, because the peer has violated the protocol.
-    pub(super) fn broken(&mut self, context: &mut EventContext, detail: String) {
+    pub(super) fn broken(&mut self, context: &mut EventContext, violation: String) {
         let peer = self.peer.node_id.clone();
-        self.fail(context, TransferFailure::Protocol { peer, detail }, AbortMessage::Abort);
+        self.fail(context, TransferFailure::Protocol { peer, violation }, AbortMessage::Abort);
     }
 
     /// Begins a lease of this duration.

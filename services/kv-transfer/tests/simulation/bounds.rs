@@ -149,7 +149,7 @@ fn transfer_over_the_limit_is_rejected_with_the_limit() {
     let mut world = world(2);
     let peer = world.address(1);
     for id in 0..=LIMITS.transfers_max as u128 {
-        let command = Command::Expect {
+        let command = Command::Send {
             transfer: TransferId(id),
             peer: peer.clone(),
             prompt_hash: 0,
@@ -365,7 +365,7 @@ fn no_pair_is_connected_early_across_hosts() {
 #[test]
 fn node_does_not_connect_to_itself() {
     let mut world = world(2);
-    let command = Command::Expect {
+    let command = Command::Send {
         transfer: TransferId(1),
         peer: world.address(0),
         prompt_hash: 0,

@@ -83,7 +83,7 @@ fn begun(receives: bool) -> (Core, Peer, Instant) {
                 traceparent,
             }
         } else {
-            Command::Expect { transfer, peer, prompt_hash: 5, deadline, traceparent }
+            Command::Send { transfer, peer, prompt_hash: 5, deadline, traceparent }
         },
     );
     while core.poll_action().is_some() {}
@@ -158,9 +158,9 @@ fn invalid_reserve_fails_its_transfer_with_the_reason() {
         let actions: Vec<Action> = std::iter::from_fn(|| core.poll_action()).collect();
         let fails = |action: &Action| match action {
             Action::Emit(Event::SendFailed {
-                failure: TransferFailure::Protocol { detail, .. },
+                failure: TransferFailure::Protocol { violation, .. },
                 ..
-            }) => detail.contains(words),
+            }) => violation.contains(words),
             _ => false,
         };
         assert!(actions.iter().any(fails), "{words}: {actions:?}");
@@ -354,7 +354,7 @@ proptest! {
                 }
                 1 if !begun.contains(&transfer) => {
                     begun.push(transfer);
-                    core.handle_command(now, Command::Expect {
+                    core.handle_command(now, Command::Send {
                         transfer,
                         peer: peer.clone(),
                         prompt_hash: 0,

@@ -213,7 +213,7 @@ impl World {
     }
 
     pub(crate) fn expect_command(&self, plan: &TransferPlan) -> Command {
-        Command::Expect {
+        Command::Send {
             transfer: plan.transfer,
             peer: self.address(plan.receiver),
             prompt_hash: plan.transfer.0,
@@ -295,8 +295,7 @@ impl World {
         }
         match step {
             Step::Command(command) => {
-                if let Command::Receive { transfer, .. } | Command::Expect { transfer, .. } =
-                    &command
+                if let Command::Receive { transfer, .. } | Command::Send { transfer, .. } = &command
                 {
                     node.begun.entry(*transfer).or_insert(now);
                 }

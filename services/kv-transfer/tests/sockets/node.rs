@@ -551,7 +551,7 @@ impl Node {
     }
 
     pub(crate) fn expect_from(&self, transfer: TransferId, peer: PeerAddress) {
-        let command = Command::Expect {
+        let command = Command::Send {
             transfer,
             peer,
             prompt_hash: transfer.0,

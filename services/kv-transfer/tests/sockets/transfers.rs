@@ -298,7 +298,7 @@ pub(crate) fn blocked_event_sink_rejects_commands_and_loses_no_event() {
         control_endpoint: "nowhere".to_owned(),
     };
     let expect = |transfer| {
-        transfers.command(Command::Expect {
+        transfers.command(Command::Send {
             transfer,
             peer: peer.clone(),
             prompt_hash: 0,
@@ -351,7 +351,7 @@ pub(crate) fn metrics_are_readable_while_the_driver_is_blocked() {
     };
     let reader = transfers.metrics_reader();
     assert_eq!(reader.read().unwrap().protocol.send_failed, 0);
-    let expect = Command::Expect {
+    let expect = Command::Send {
         transfer: TransferId(fresh()),
         peer,
         prompt_hash: 0,

@@ -234,7 +234,7 @@ impl Attempts {
             && let Some(peer) = record.peer.clone()
         {
             record.transfer = TransferState::Active { is_aborted: false };
-            let command = transfer::Command::Expect {
+            let command = transfer::Command::Send {
                 transfer: TransferId(id.0),
                 peer,
                 prompt_hash: record.prompt_hash,
@@ -256,7 +256,7 @@ impl Attempts {
     ) -> bool {
         match command {
             transfer::Command::Receive { transfer, .. }
-            | transfer::Command::Expect { transfer, .. } => {
+            | transfer::Command::Send { transfer, .. } => {
                 self.transfer_rejected(SequenceId(transfer.0), reason);
                 false
             }

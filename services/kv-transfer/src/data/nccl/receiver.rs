@@ -15,7 +15,7 @@ use kernels::{
 use super::{
     super::{
         Ended, Incoming,
-        chunk_ends::{Lend, Step, start_and_complete, unexpected, verify_and_release},
+        chunk_ends::{PolledLend, Step, start_and_complete, unexpected, verify_and_release},
         invalid,
         message::{Message, Messages, Polled},
         stream::POLL,
@@ -122,13 +122,13 @@ fn launch_receive(
     stream: &mut TcpStream,
 ) -> io::Result<Step<Launched>> {
     let (chunk, from, to) = match incoming.receive_lend(messages)? {
-        Lend::Chunk { chunk, from, to } => (chunk, from, to),
-        Lend::NotPosted { chunk } => {
+        PolledLend::Chunk { chunk, from, to } => (chunk, from, to),
+        PolledLend::NotPosted { chunk } => {
             Message::NotPosted { chunk }.write(stream)?;
             return Ok(Step::Nothing);
         }
-        Lend::Nothing => return Ok(Step::Nothing),
-        Lend::End(ended) => {
+        PolledLend::Nothing => return Ok(Step::Nothing),
+        PolledLend::End(ended) => {
             // The sender did not join and reconnects with another transport.
             if let Ended::Refused { reason } = &ended {
                 log_refusal(incoming, reason);

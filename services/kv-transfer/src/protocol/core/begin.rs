@@ -34,8 +34,8 @@ impl Core {
         let aborted = |reason: String| Err(TransferFailure::Aborted { reason });
         if let Some(early) = self.transfers.get(&id) {
             let peer = early.peer.node_id.clone();
-            let detail = "RESERVE for a transfer that this node receives".to_owned();
-            return Err(TransferFailure::Protocol { peer, detail });
+            let violation = "RESERVE for a transfer that this node receives".to_owned();
+            return Err(TransferFailure::Protocol { peer, violation });
         }
         match self.tombstones.get(id) {
             Some(Tombstone::Failed { cause, reason }) => {
@@ -92,7 +92,7 @@ impl Core {
         debug_assert!(self.transfers.len() <= self.context.local.limits.transfers_max);
     }
 
-    /// Returns whether the peer of an `Expect` has sent its `RESERVE` before, or has aborted the
+    /// Returns whether the peer of an `Send` has sent its `RESERVE` before, or has aborted the
     /// transfer since. Drops a `RESERVE` by a peer that the router did not name.
     pub(super) fn has_reserve(&mut self, id: TransferId, address: &PeerAddress) -> bool {
         let Some(outgoing) = self.transfers.get(&id).filter(|known| !known.is_begun) else {

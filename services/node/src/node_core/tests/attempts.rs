@@ -12,7 +12,7 @@ use crate::constraint::GrammarVocabulary;
 #[test]
 fn prefill_sends_token_0_and_ends_with_delivered() {
     let mut scene = Scene::accepted(SequenceKind::Send);
-    assert!(matches!(scene.command(), transfer::Command::Expect { transfer: TRANSFER, .. }));
+    assert!(matches!(scene.command(), transfer::Command::Send { transfer: TRANSFER, .. }));
 
     scene.now += Duration::from_millis(3);
     scene.transfer_event(transfer::Event::Ready {
