@@ -281,7 +281,7 @@ fn sampling_a_row_does_not_depend_on_the_batch() {
             tokens: &tokens[..length],
             prompt_len: 1,
             allowed: None,
-            given: None,
+            scored: None,
         })
         .collect();
     let together = model.backend.sample(&model.logits, &rows);
@@ -298,7 +298,7 @@ fn invalid_logits_of_one_row_fail_that_row_alone() {
     model.logits.rows_mut(2)[VOCABULARY + 5] = f32::NAN;
     let greedy = Sampling::greedy();
     let row =
-        SampleRow { sampling: &greedy, tokens: &[1], prompt_len: 1, allowed: None, given: None };
+        SampleRow { sampling: &greedy, tokens: &[1], prompt_len: 1, allowed: None, scored: None };
     let tokens = model.backend.sample(&model.logits, &[row; 3]);
     assert!(matches!(tokens[1], Err(SampleError::BadLogit { token: 5, .. })));
     assert!(tokens[0].is_ok() && tokens[2].is_ok());

@@ -174,7 +174,7 @@ fn distance(new: &NewSequence, known: &[SampledToken], chosen: &SampledToken, ot
         tokens: &tokens,
         prompt_len: new.tokens.len(),
         allowed: None,
-        given: None,
+        scored: None,
     };
     let mut logits = vec![FAR; 1003];
     let top = &chosen.logprobs.as_ref().expect("log-probabilities were requested").top;
@@ -363,7 +363,7 @@ pub(crate) fn margin_check_separates_close_from_clear_choices() {
             tokens: &[1, 2, 3],
             prompt_len: 3,
             allowed: None,
-            given: None,
+            scored: None,
         };
         sample(&logits, &row).unwrap().id
     };

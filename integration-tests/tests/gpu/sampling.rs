@@ -34,7 +34,7 @@ struct Row {
 
 impl Row {
     /// Returns the prompt token that follows the row.
-    fn given(&self) -> Option<u32> {
+    fn scored(&self) -> Option<u32> {
         (self.position + 1 < self.prompt_len).then(|| self.tokens[self.position + 1])
     }
 }
@@ -130,7 +130,7 @@ impl Sampler {
     }
 
     fn end(&mut self, rows: &[Row], mut clock: DeviceClock) -> Vec<SampleOutcome> {
-        let wants = |row: &Row| row.sampling.logprobs.is_some() || row.given().is_some();
+        let wants = |row: &Row| row.sampling.logprobs.is_some() || row.scored().is_some();
         let wants = rows.iter().map(wants).collect();
         let frame = self.batch.end(&self.cuda, 3, wants).unwrap();
         let finished = frame.finish(&mut clock).unwrap();
@@ -153,7 +153,7 @@ fn wanted(row: &Row, logits: &[f32]) -> Result<SampledToken, SampleError> {
         tokens: &row.tokens,
         prompt_len: row.prompt_len,
         allowed: row.mask.as_ref(),
-        given: row.given(),
+        scored: row.scored(),
     };
     sample(logits, &row)
 }

@@ -50,7 +50,7 @@ pub struct SampleRow<'a> {
     pub allowed: Option<&'a TokenMask>,
     /// The token that follows in the prompt: it is not sampled, only its log-probabilities are
     /// computed.
-    pub given: Option<u32>,
+    pub scored: Option<u32>,
 }
 
 /// Error of sampling a row.
@@ -96,7 +96,7 @@ pub(crate) fn sample_with(
         return Err(SampleError::BadPromptLen { prompt_len, tokens });
     };
     let raw_best = best(level, logits)?;
-    if let Some(id) = row.given {
+    if let Some(id) = row.scored {
         let count = sampling.prompt_logprobs.unwrap_or(0);
         let logprobs = logprobs::of_given(level, logits, raw_best.1, id, count);
         return Ok(SampledToken { id, logprobs: Some(logprobs), pooled: None });
@@ -243,7 +243,7 @@ mod tests {
     };
 
     fn row<'a>(sampling: &'a Sampling, tokens: &'a [u32]) -> SampleRow<'a> {
-        SampleRow { sampling, tokens, prompt_len: 0, allowed: None, given: None }
+        SampleRow { sampling, tokens, prompt_len: 0, allowed: None, scored: None }
     }
 
     fn warm() -> Sampling {
@@ -398,14 +398,14 @@ mod tests {
         let logits = [2.0_f32, 1.0, 3.0, 3.0, f32::NEG_INFINITY];
         let whole = logits.iter().map(|&x| f64::from(x).exp()).sum::<f64>().ln();
         let sampling = Sampling { prompt_logprobs: Some(2), min_tokens: 9, ..warm() };
-        for (given, rank) in [(2, 1), (3, 1), (0, 3), (1, 4), (4, 5)] {
-            let row = SampleRow { given: Some(given), ..row(&sampling, &[]) };
+        for (scored, rank) in [(2, 1), (3, 1), (0, 3), (1, 4), (4, 5)] {
+            let row = SampleRow { scored: Some(scored), ..row(&sampling, &[]) };
             let token = sample(&logits, &row).unwrap();
             let TokenLogprobs { chosen, top, rank: found } = token.logprobs.unwrap();
-            assert_eq!((token.id, found), (given, Some(rank)));
-            let expected = f64::from(logits[given as usize]) - whole;
+            assert_eq!((token.id, found), (scored, Some(rank)));
+            let expected = f64::from(logits[scored as usize]) - whole;
             assert!(
-                chosen == f32::NEG_INFINITY && given == 4
+                chosen == f32::NEG_INFINITY && scored == 4
                     || (f64::from(chosen) - expected).abs() < 1e-5
             );
             assert_eq!([top[0].0, top[1].0], [2, 3]);

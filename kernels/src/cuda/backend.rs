@@ -638,7 +638,7 @@ impl Backend for CudaBackend {
         buffers: &mut CudaExperts,
         out: &mut CudaBuffer,
     ) {
-        self.mix(rows, x, weights, buffers);
+        self.run_experts(rows, x, weights, buffers);
         self.combine(rows, x.rows_of(rows), weights, buffers, None, out);
     }
 
@@ -651,7 +651,7 @@ impl Backend for CudaBackend {
         residual: &mut CudaBuffer,
         norm: (&CudaVector, f32),
     ) {
-        self.mix(rows, normed, weights, buffers);
+        self.run_experts(rows, normed, weights, buffers);
         let x = normed.rows_of(rows);
         if self.group.is_some() {
             // A rank's experts return a partial sum.

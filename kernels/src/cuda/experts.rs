@@ -186,7 +186,7 @@ impl CudaBackend {
     }
 
     /// Computes the experts' outputs and their weights.
-    pub(super) fn mix(
+    pub(super) fn run_experts(
         &mut self,
         rows: usize,
         x: &CudaBuffer,
@@ -415,7 +415,7 @@ impl CudaBackend {
 
     fn route(&self, args: ffi::RouteArgs) {
         self.run(|library, stream| {
-            // SAFETY: the ranges have the sizes checked in `mix`, and the number of arrivals is 0
+            // SAFETY: the ranges have the sizes checked in `run_experts`, and the number of arrivals is 0
             // between calls.
             unsafe { launch!(library, stream, baton_route(&args)) }
         });
@@ -423,7 +423,7 @@ impl CudaBackend {
 
     fn expert_gemm(&self, args: ffi::ExpertGemmArgs) {
         self.run(|library, stream| {
-            // SAFETY: weights, inputs and outputs have the sizes checked in `mix`. Routing, which
+            // SAFETY: weights, inputs and outputs have the sizes checked in `run_experts`. Routing, which
             // has written the lists, was launched before gate and up, and so at least two kernels
             // before down.
             unsafe { launch!(library, stream, baton_expert_gemm(&args)) }

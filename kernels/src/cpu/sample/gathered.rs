@@ -126,7 +126,7 @@ mod tests {
                     tokens: &tokens,
                     prompt_len: 33,
                     allowed,
-                    given: (number % 5 == 4).then_some(7 % vocabulary as u32),
+                    scored: (number % 5 == 4).then_some(7 % vocabulary as u32),
                 }
             };
             let rows: Vec<_> = samplings.iter().enumerate().map(row).collect();
@@ -139,8 +139,8 @@ mod tests {
         let greedy = Sampling::greedy();
         let bad = Sampling { top_p: 7.0, ..Sampling::greedy() };
         let nothing = TokenMask::new(vec![], 2000);
-        let (tokens, allowed, given) = (&[800][..], None, None);
-        let row = SampleRow { sampling: &greedy, tokens, prompt_len: 0, allowed, given };
+        let (tokens, allowed, scored) = (&[800][..], None, None);
+        let row = SampleRow { sampling: &greedy, tokens, prompt_len: 0, allowed, scored };
         let mut logits = vec![numbers(1, 2000); 6];
         (logits[0][3], logits[1][1_999]) = (f32::NAN, f32::INFINITY);
         logits[2].fill(f32::NEG_INFINITY);
@@ -172,8 +172,8 @@ mod tests {
             let seed_wide = u64::from(seed);
             let sampling =
                 Sampling { temperature, top_k, top_p, min_p, logprobs, seed: seed_wide, ..Sampling::greedy() };
-            let (tokens, allowed, given) = (&[1, 2][..], None, None);
-            let row = SampleRow { sampling: &sampling, tokens, prompt_len: 1, allowed, given };
+            let (tokens, allowed, scored) = (&[1, 2][..], None, None);
+            let row = SampleRow { sampling: &sampling, tokens, prompt_len: 1, allowed, scored };
             // Rounded, so that equal logits abound.
             let logits: Vec<f32> =
                 numbers(seed, vocabulary).iter().map(|x| (x * 64.0).round() / 4.0).collect();

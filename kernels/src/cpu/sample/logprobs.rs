@@ -27,12 +27,12 @@ pub(super) fn of_given(
     level: Level,
     logits: &[f32],
     best: f32,
-    given: u32,
+    scored: u32,
     count: u32,
 ) -> TokenLogprobs {
-    let own = logits[given as usize];
+    let own = logits[scored as usize];
     let greater = logits.iter().filter(|&&logit| logit > own).count();
-    TokenLogprobs { rank: Some(1 + greater as u32), ..of(level, logits, best, given, count) }
+    TokenLogprobs { rank: Some(1 + greater as u32), ..of(level, logits, best, scored, count) }
 }
 
 /// Returns the ids of the `count` greatest logits, best first, ties by the lower id.

@@ -396,8 +396,8 @@ impl CpuRunner {
             let count = logit_rows(&self.batch, row);
             let mut answers: Vec<_> = answers.by_ref().take(count).collect();
             // The logits after the last token of the row are sampled.
-            let given = answers.len() - row.sampled_lengths().len();
-            let prompt_logprobs = self.prompt_logprobs(row, answers.drain(..given));
+            let scored = answers.len() - row.sampled_lengths().len();
+            let prompt_logprobs = self.prompt_logprobs(row, answers.drain(..scored));
             let mut result = match row.samples && !row.is_late {
                 true => self.batch.sampled(row, answers),
                 false => self.batch.unsampled(row),
@@ -416,11 +416,14 @@ impl CpuRunner {
     fn prompt_logprobs(
         &self,
         row: &ScheduledRow,
-        given: impl Iterator<Item = Result<SampledToken, RowFailure>>,
+        scored: impl Iterator<Item = Result<SampledToken, RowFailure>>,
     ) -> Result<Vec<TokenLogprobs>, RowFailure> {
         let prompt_len = self.batch.row(row.slot).prompt_len;
         let left = prompt_len.saturating_sub(row.start + 1);
-        given.take(left).filter_map(|token| token.map(|token| token.logprobs).transpose()).collect()
+        scored
+            .take(left)
+            .filter_map(|token| token.map(|token| token.logprobs).transpose())
+            .collect()
     }
 }
 
@@ -441,18 +444,18 @@ fn sample_rows<'a>(
     let sampled = scheduled.sampled_lengths();
     let count = logit_rows(batch, scheduled);
     let is_late = scheduled.is_late;
-    // The lengths of the row after which the next token is given, then those after which it is
+    // The lengths of the row after which the next token is scored, then those after which it is
     // sampled.
-    let given_end = sampled.start + usize::from(!scheduled.samples);
-    let given = scheduled.end() + 1 - count..given_end;
-    let given = given.map(move |length| (length, None, row.tokens.get(length).copied()));
+    let scored_end = sampled.start + usize::from(!scheduled.samples);
+    let scored = scheduled.end() + 1 - count..scored_end;
+    let scored = scored.map(move |length| (length, None, row.tokens.get(length).copied()));
     let sampled = sampled.enumerate().map(|(index, length)| (length, row.allowed.get(index), None));
-    given.chain(sampled).map(move |(length, allowed, given)| SampleRow {
+    scored.chain(sampled).map(move |(length, allowed, scored)| SampleRow {
         sampling: &row.sampling,
-        tokens: if is_late || given.is_some() { &row.tokens } else { &row.tokens[..length] },
+        tokens: if is_late || scored.is_some() { &row.tokens } else { &row.tokens[..length] },
         prompt_len: row.prompt_len,
         allowed: allowed.map(Arc::as_ref),
-        given,
+        scored,
     })
 }
 

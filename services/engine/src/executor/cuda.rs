@@ -482,12 +482,12 @@ impl CudaExecutor {
         let mut rows = launched.results;
         let scheduled = launched.scheduled.iter().zip(&launched.samples);
         for (row, (scheduled, samples)) in rows.iter_mut().zip(scheduled) {
-            let given: Vec<_> = outcomes.by_ref().take(samples.given).collect();
+            let scored: Vec<_> = outcomes.by_ref().take(samples.scored).collect();
             let outcomes: Vec<_> = outcomes.by_ref().take(samples.sampled).collect();
             if !scheduled.is_late {
                 sampled(row, outcomes);
             }
-            scored(row, given);
+            add_prompt_logprobs(row, scored);
             self.rows.collect(scheduled, row);
         }
         Ok(StepResult { step_id: launched.step_id, rows, busy, run })
@@ -615,7 +615,7 @@ fn admission(row: &crate::plan::AdmittedRow) -> Admission<'_> {
 }
 
 /// Adds the log-probabilities of prompt tokens to a row's result.
-fn scored(result: &mut RowResult, outcomes: Vec<SampleOutcome>) {
+fn add_prompt_logprobs(result: &mut RowResult, outcomes: Vec<SampleOutcome>) {
     for outcome in outcomes {
         match outcome {
             SampleOutcome::Token(token) => {

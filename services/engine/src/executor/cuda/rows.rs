@@ -49,7 +49,7 @@ pub(super) struct DeviceStep {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct RowSamples {
     /// Prompt tokens whose log-probabilities are reported.
-    pub given: usize,
+    pub scored: usize,
     /// Samples of the next token, and of the tokens after draft tokens.
     pub sampled: usize,
 }
@@ -96,8 +96,8 @@ impl DeviceRows {
             };
             let sequence = self.sequence(row, samples);
             let sampled = if row.samples { verified.max(1) as usize } else { 0 };
-            let given = samples.saturating_sub(sampled);
-            step.samples.push(RowSamples { given, sampled });
+            let scored = samples.saturating_sub(sampled);
+            step.samples.push(RowSamples { scored, sampled });
             let Some(sequence) = sequence else { continue };
             if is_known && row.draft_count > 0 {
                 let length = sequence.position + sequence.rows - row.draft_count as u32;
@@ -107,7 +107,7 @@ impl DeviceRows {
             // A constrained row has no draft tokens in earlier steps in flight.
             let unknown = if is_known { 0 } else { self.batch.unknown(row.slot) };
             step.positions_min.push((row.start - unknown) as u32);
-            step.wants_logprobs.extend(std::iter::repeat_n(true, given));
+            step.wants_logprobs.extend(std::iter::repeat_n(true, scored));
             let sampling = &self.batch.row(row.slot).sampling;
             if let (true, Some(pooling)) = (row.samples, &sampling.pooling) {
                 step.pooled.push((step.wants_logprobs.len() as u32, pooling.clone()));
@@ -173,7 +173,7 @@ impl DeviceRows {
         self.sample(scheduled);
         let (mut end, mut masks) = (0, Vec::new());
         for (scheduled, samples) in scheduled.iter().zip(samples) {
-            let first = end + samples.given;
+            let first = end + samples.scored;
             end = first + samples.sampled;
             let row = self.batch.row(scheduled.slot);
             if scheduled.samples && row.constrained {
