@@ -47,7 +47,7 @@ use proto::v1;
 use crate::{Epoch, MemberChange, NodeAddress, NodeRecord, RecordError, Role, backoff::Jitter};
 use breaker::Breaker;
 use index::Index;
-use member::{Seen, Stream};
+use member::{NodeReports, Stream};
 use transfers::TransferTimes;
 
 pub use breaker::BreakerReason;
@@ -276,7 +276,7 @@ impl Directory {
     /// Returns the number of nodes of this model that decode, can be picked and are not paused.
     pub fn running_decode_nodes(&self, model: &str) -> usize {
         let runs = |member: &&Member| {
-            let serves = |seen: &Seen| seen.record.model == model && !seen.is_paused();
+            let serves = |seen: &NodeReports| seen.record.model == model && !seen.is_paused();
             self.takes(member, Role::Decode) && member.serving().is_some_and(serves)
         };
         self.members.values().filter(runs).count()
@@ -351,7 +351,7 @@ impl Directory {
     /// is paused.
     fn serves(&self, key: NodeKey) -> Option<(Health, Option<(u64, bool)>)> {
         let member = self.members.get(&key)?;
-        let accepts = |seen: &Seen| (seen.record.identity.weight_version, seen.is_paused());
+        let accepts = |seen: &NodeReports| (seen.record.identity.weight_version, seen.is_paused());
         Some((member.health, member.serving().map(accepts)))
     }
 

@@ -15,16 +15,16 @@ impl Config {
     /// lowered: with a small `timeout_max` the default of `timeout` shrinks too. Set values that
     /// exclude each other are reported.
     pub(crate) fn check_combinations(&mut self, problems: &mut Vec<Problem>) {
-        let mut details = Vec::new();
-        self.check_limits(&mut details);
-        self.check_cpus(&mut details);
-        self.check_models(&mut details);
-        self.check_admin(&mut details);
-        self.check_tls(&mut details);
-        self.check_transfer(&mut details);
-        self.check_cluster(&mut details);
-        self.check_etcd(&mut details);
-        problems.extend(details.into_iter().map(|detail| Problem::Conflict { detail }));
+        let mut conflicts = Vec::new();
+        self.check_limits(&mut conflicts);
+        self.check_cpus(&mut conflicts);
+        self.check_models(&mut conflicts);
+        self.check_admin(&mut conflicts);
+        self.check_tls(&mut conflicts);
+        self.check_transfer(&mut conflicts);
+        self.check_cluster(&mut conflicts);
+        self.check_etcd(&mut conflicts);
+        problems.extend(conflicts.into_iter().map(|message| Problem::Conflict { message }));
     }
 
     /// Returns a warning for each secret that crosses a network unencrypted, and for each file with
@@ -90,8 +90,8 @@ impl Config {
         let (adapters, slots) = (self.model.adapters.len(), self.model.adapter_slots);
         if adapters > slots as usize {
             let (at, slots_at) = (self.at("model.adapters"), self.at("model.adapter_slots"));
-            let detail = format!("{at} has {adapters} adapters, more than {slots_at} = {slots}");
-            conflicts.push(format!("{detail}: each adapter takes a slot"));
+            let excess = format!("{at} has {adapters} adapters, more than {slots_at} = {slots}");
+            conflicts.push(format!("{excess}: each adapter takes a slot"));
         }
         let ngram_max = ("node.speculate_ngram_max", self.node.speculate_ngram_max);
         let key = "node.speculate_ngram_min";
@@ -359,12 +359,12 @@ impl Cluster {
         let text = fs::read_to_string(path)
             .map_err(|reason| Problem::FileUnreadable { path: path.clone(), reason })?;
         Secret::from_text(&text).ok_or_else(|| {
-            let detail = format!(
+            let message = format!(
                 "cluster.secret_file = {}: expected a file with {}",
                 path.display(),
                 <Secret as Value>::allowed()
             );
-            Problem::Conflict { detail }.into()
+            Problem::Conflict { message }.into()
         })
     }
 }

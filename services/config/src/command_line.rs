@@ -141,7 +141,7 @@ pub fn environment_of(
         match value.into_string() {
             Ok(value) => drop(environment.insert(name, value)),
             Err(_) => problems.push(Problem::Conflict {
-                detail: format!("environment {name} is not UTF-8; expected UTF-8 text"),
+                message: format!("environment {name} is not UTF-8; expected UTF-8 text"),
             }),
         }
     }

@@ -54,6 +54,6 @@ pub enum Problem {
     #[error("{key} is not set; give flag --{flag}, environment {env}, or the key in the file")]
     Missing { key: String, flag: String, env: String },
     /// Values that exclude each other.
-    #[error("{detail}")]
-    Conflict { detail: String },
+    #[error("{message}")]
+    Conflict { message: String },
 }

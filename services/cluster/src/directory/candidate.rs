@@ -6,7 +6,7 @@ use config::NodePolicy;
 
 use super::{
     NodeKey,
-    member::{Member, Seen},
+    member::{Member, NodeReports},
     milliseconds,
     requirements::NodeRequirements,
 };
@@ -44,7 +44,7 @@ pub(super) struct Candidate<'a> {
     pub(super) key: NodeKey,
     pub(super) role: Role,
     pub(super) member: &'a Member,
-    pub(super) seen: &'a Seen,
+    pub(super) seen: &'a NodeReports,
     pub(super) need: AttemptLoad,
     /// Input of predictions: the node, and the prompt on this node.
     pub(super) state: Option<(NodeState, Prompt)>,
@@ -178,7 +178,7 @@ pub(super) struct AttemptLoad {
 }
 
 impl AttemptLoad {
-    pub(super) fn of(role: Role, seen: &Seen, requirements: &NodeRequirements<'_>) -> Self {
+    pub(super) fn of(role: Role, seen: &NodeReports, requirements: &NodeRequirements<'_>) -> Self {
         let identity = &seen.record.identity;
         let block_size = identity.block_size;
         let keys = requirements.prefix.iter().find(|keys| keys.are_of(identity));
@@ -206,7 +206,11 @@ impl AttemptLoad {
     }
 
     /// Returns the attempt's load if the node only prefills. `self`: the load if it also decodes.
-    pub(super) fn without_answer(self, seen: &Seen, requirements: &NodeRequirements<'_>) -> Self {
+    pub(super) fn without_answer(
+        self,
+        seen: &NodeReports,
+        requirements: &NodeRequirements<'_>,
+    ) -> Self {
         let of = |role| blocks(role, seen.record.identity.block_size, requirements);
         let answer_blocks = of(Role::Decode) - of(Role::Prefill);
         Self { blocks: self.blocks - u64::from(answer_blocks), ..self }
@@ -225,7 +229,7 @@ fn blocks(role: Role, block_size: u32, requirements: &NodeRequirements<'_>) -> u
 
 /// Returns how many blocks the node loads from its tiers, and the time of the load in milliseconds;
 /// none if computing the blocks is faster.
-fn tier_hits(seen: &Seen, keys: &[u128]) -> (usize, f64) {
+fn tier_hits(seen: &NodeReports, keys: &[u128]) -> (usize, f64) {
     let (hits, load_ms) = seen.tiers.hits(keys, &seen.load);
     let costs = seen.step_costs.and_then(|costs| costs.prefill);
     let block_tokens = f64::from(seen.record.identity.block_size);

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     Health,
     breaker::BreakerReason,
-    member::{Member, Seen},
+    member::{Member, NodeReports},
     milliseconds,
     requirements::NodeRequirements,
 };
@@ -127,7 +127,7 @@ pub(super) fn eligible<'a>(
     member: &'a Member,
     misfit: Option<NoNode>,
     requirements: &NodeRequirements<'_>,
-) -> Result<&'a Seen, Option<NoNode>> {
+) -> Result<&'a NodeReports, Option<NoNode>> {
     if matches!(misfit, Some(NoNode::OtherModel { .. })) {
         return Err(misfit);
     }

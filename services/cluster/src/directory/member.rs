@@ -55,7 +55,7 @@ pub struct Member {
     pub(super) up_since: Option<Instant>,
     /// Consecutive failures since the node was last stable.
     failures: u32,
-    pub(super) seen: Option<Seen>,
+    pub(super) seen: Option<NodeReports>,
     /// Time of the last reported change of load or cache.
     pub(super) changed_at: Option<Instant>,
     /// This router's attempts that the reported load cannot include yet.
@@ -88,7 +88,7 @@ pub(super) struct Stream {
 
 /// The record, load and cached blocks that the process reported.
 #[derive(Debug)]
-pub(super) struct Seen {
+pub(super) struct NodeReports {
     pub(super) record: Arc<NodeRecord>,
     pub(super) load: Load,
     /// `None` from a node of an older release.
@@ -99,7 +99,7 @@ pub(super) struct Seen {
     pub(super) tiers: Tiers,
 }
 
-impl Seen {
+impl NodeReports {
     /// Returns whether the process admits nothing until a pause ends.
     pub(super) fn is_paused(&self) -> bool {
         self.load.pause() != v1::PauseState::None
@@ -200,7 +200,7 @@ impl Member {
     }
 
     /// Returns the report of a process that accepts requests.
-    pub(super) fn serving(&self) -> Option<&Seen> {
+    pub(super) fn serving(&self) -> Option<&NodeReports> {
         self.seen.as_ref().filter(|seen| self.health == Health::Up && !seen.load.draining)
     }
 
@@ -255,7 +255,7 @@ impl Member {
         let record = Arc::new(record);
         let mut tiers = Tiers::default();
         tiers.apply(&snapshot.tiers)?;
-        self.seen = Some(Seen { record, load, step_costs, reported_at: now, cached, tiers });
+        self.seen = Some(NodeReports { record, load, step_costs, reported_at: now, cached, tiers });
         self.load_reported(now, &[]);
         Ok(Some(epoch))
     }

@@ -44,7 +44,7 @@ use super::{
     capacity,
     considered::{Considered, Placement, considered},
     eligible::{eligible, misfit},
-    member::{Member, Seen},
+    member::{Member, NodeReports},
     options::{no_pair, predicted, startable},
     requirements::NodeRequirements,
 };
@@ -220,7 +220,7 @@ impl Directory {
         for (key, member) in self.members.iter().filter(|(_, m)| self.takes(m, role)) {
             let misfit = member.seen.as_ref().map(|seen| misfit(role, &seen.record, requirements));
             let fits = misfit == Some(None);
-            let candidate = |seen: &'a Seen| {
+            let candidate = |seen: &'a NodeReports| {
                 let known = decode.binary_search_by_key(key, |node| node.key);
                 let need = match known {
                     Ok(index) => decode[index].need.without_answer(seen, requirements),

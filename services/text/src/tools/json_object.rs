@@ -22,7 +22,7 @@ pub(super) enum JsonStep {
 
 /// Input that may follow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Expect {
+enum NextInput {
     /// The opening brace.
     #[default]
     Open,
@@ -54,7 +54,7 @@ enum InText {
 pub(super) struct JsonObject {
     /// Open brackets, outermost first: true for an object, false for a list.
     open: Vec<bool>,
-    expect: Expect,
+    next: NextInput,
     /// Number of bytes read.
     at: usize,
     text_start: usize,
@@ -67,7 +67,7 @@ impl JsonObject {
         let step = self.step(byte);
         self.at += 1;
         if matches!(step, JsonStep::Complete | JsonStep::Broken) {
-            self.expect = Expect::Nothing;
+            self.next = NextInput::Nothing;
         }
         step
     }
@@ -80,41 +80,41 @@ impl JsonObject {
     }
 
     fn step(&mut self, byte: u8) -> JsonStep {
-        match self.expect {
-            Expect::Text(state) => return self.in_text(state, byte),
-            Expect::Scalar if byte.is_ascii_alphanumeric() || b"+-.".contains(&byte) => {
+        match self.next {
+            NextInput::Text(state) => return self.in_text(state, byte),
+            NextInput::Scalar if byte.is_ascii_alphanumeric() || b"+-.".contains(&byte) => {
                 self.scalar.push(byte);
                 return JsonStep::More;
             }
-            Expect::Scalar => {
+            NextInput::Scalar => {
                 if serde_json::from_slice::<IgnoredAny>(&self.scalar).is_err() {
                     return JsonStep::Broken;
                 }
                 // The byte after a scalar does not belong to it.
-                self.expect = Expect::CommaOrEnd;
+                self.next = NextInput::CommaOrEnd;
             }
             _ => {}
         }
         if byte.is_ascii_whitespace() && byte != b'\x0c' {
             return if self.open.is_empty() { JsonStep::Broken } else { JsonStep::More };
         }
-        match (self.expect, byte) {
-            (Expect::Open, b'{') => self.begin(true),
-            (Expect::Key | Expect::KeyOrEnd, b'"') => self.begin_text(true),
-            (Expect::Colon, b':') => self.go_on(Expect::Value),
-            (Expect::CommaOrEnd, b',') => match self.open.last() {
-                Some(true) => self.go_on(Expect::Key),
-                _ => self.go_on(Expect::Value),
+        match (self.next, byte) {
+            (NextInput::Open, b'{') => self.begin(true),
+            (NextInput::Key | NextInput::KeyOrEnd, b'"') => self.begin_text(true),
+            (NextInput::Colon, b':') => self.go_on(NextInput::Value),
+            (NextInput::CommaOrEnd, b',') => match self.open.last() {
+                Some(true) => self.go_on(NextInput::Key),
+                _ => self.go_on(NextInput::Value),
             },
-            (Expect::KeyOrEnd | Expect::CommaOrEnd, b'}') => self.end(true),
-            (Expect::ValueOrEnd | Expect::CommaOrEnd, b']') => self.end(false),
-            (Expect::Value | Expect::ValueOrEnd, _) => self.begin_value(byte),
+            (NextInput::KeyOrEnd | NextInput::CommaOrEnd, b'}') => self.end(true),
+            (NextInput::ValueOrEnd | NextInput::CommaOrEnd, b']') => self.end(false),
+            (NextInput::Value | NextInput::ValueOrEnd, _) => self.begin_value(byte),
             _ => JsonStep::Broken,
         }
     }
 
-    fn go_on(&mut self, expect: Expect) -> JsonStep {
-        self.expect = expect;
+    fn go_on(&mut self, next: NextInput) -> JsonStep {
+        self.next = next;
         JsonStep::More
     }
 
@@ -123,7 +123,7 @@ impl JsonObject {
             return JsonStep::Broken;
         }
         self.open.push(is_object);
-        self.go_on(if is_object { Expect::KeyOrEnd } else { Expect::ValueOrEnd })
+        self.go_on(if is_object { NextInput::KeyOrEnd } else { NextInput::ValueOrEnd })
     }
 
     fn end(&mut self, is_object: bool) -> JsonStep {
@@ -133,12 +133,12 @@ impl JsonObject {
         if self.open.is_empty() {
             return JsonStep::Complete;
         }
-        self.go_on(Expect::CommaOrEnd)
+        self.go_on(NextInput::CommaOrEnd)
     }
 
     fn begin_text(&mut self, is_key: bool) -> JsonStep {
         (self.text_start, self.text_is_key) = (self.at, is_key);
-        self.go_on(Expect::Text(InText::Plain))
+        self.go_on(NextInput::Text(InText::Plain))
     }
 
     fn begin_value(&mut self, byte: u8) -> JsonStep {
@@ -148,7 +148,7 @@ impl JsonObject {
             b'[' => self.begin(false),
             b't' | b'f' | b'n' | b'-' | b'0'..=b'9' => {
                 self.scalar = vec![byte];
-                self.go_on(Expect::Scalar)
+                self.go_on(NextInput::Scalar)
             }
             _ => JsonStep::Broken,
         }
@@ -167,13 +167,13 @@ impl JsonObject {
             (InText::Unicode(left), _) if byte.is_ascii_hexdigit() => InText::Unicode(left - 1),
             _ => return JsonStep::Broken,
         };
-        self.go_on(Expect::Text(next))
+        self.go_on(NextInput::Text(next))
     }
 
     fn end_text(&mut self) -> JsonStep {
         let is_outermost = self.open.len() == 1;
         let (start, end) = (self.text_start, self.at + 1);
-        self.expect = if self.text_is_key { Expect::Colon } else { Expect::CommaOrEnd };
+        self.next = if self.text_is_key { NextInput::Colon } else { NextInput::CommaOrEnd };
         match (is_outermost, self.text_is_key) {
             (true, true) => JsonStep::Key(start, end),
             (true, false) => JsonStep::Text(start, end),
