@@ -11,8 +11,7 @@
 //! waiting flows, by at most the cost of [`CREDIT_REQUESTS`] requests. So its bursts do not wait
 //! for the other flows. A new flow has the credit of one request. *Debt*: if a new flow arrives
 //! while no flow waits, the present flows used less than their shares. The new flow then starts
-//! with a higher virtual time, so that a sudden flood does not delay the present flows. Debt does
-//! not count as service, so it does not put the new flow over its share.
+//! with a higher virtual time, so that a sudden flood does not delay the present flows.
 //!
 //! A flow is charged the predicted cost when its request starts, and the rest or the excess when
 //! the attempt ends. The predicted output length is the mean of the flow's last answers. Flows of a
@@ -162,9 +161,6 @@ struct FlowState<Id> {
     weight: f64,
     priority: u32,
     virtual_time: f64,
-    /// Part of a new flow's virtual time that is not service. Each request that starts reduces it
-    /// by its cost, so the first requests raise the served time twice as fast.
-    debt: f64,
     queue: BTreeMap<Place, Queued<Id>>,
     by_session: BTreeMap<SessionPlace, Place>,
     /// Queued request that has the turn: the owner picks nodes for it.
@@ -221,7 +217,6 @@ impl<Id> FlowState<Id> {
             weight: 1.0,
             priority: 0,
             virtual_time: 0.0,
-            debt: 0.0,
             queue: BTreeMap::new(),
             by_session: BTreeMap::new(),
             turn: None,
@@ -443,7 +438,6 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
             state.starts += 1;
             state.cached.add(prompt);
             let begin = state.virtual_time;
-            state.debt = (state.debt - charged / state.weight).max(0.0);
             state.virtual_time += charged / state.weight;
             begin
         });
@@ -499,19 +493,12 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         let waiting = self.waiting_virtual_time();
         let known = self.flows.get(&flow.name);
         let begin = self.begin_of(known, weight, waiting);
-        let is_known = known.is_some();
-        if !is_known {
-            let debt = (begin - waiting).max(0.0);
+        if known.is_none() {
             self.forget_idle();
-            self.flows.insert(flow.name.clone(), FlowState { debt, ..FlowState::new(now) });
+            self.flows.insert(flow.name.clone(), FlowState::new(now));
         }
         let changed = self.change(&flow.name, |state| {
             (state.weight, state.priority, state.active_at) = (weight, flow.priority, now);
-            if is_known {
-                // A raise of the virtual time pays off the debt as service does.
-                let raise = (begin - state.virtual_time).max(0.0);
-                state.debt = (state.debt - raise).max(0.0);
-            }
             state.virtual_time = begin;
             change(state)
         });

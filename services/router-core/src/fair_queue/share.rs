@@ -7,18 +7,17 @@ use super::{ACTIVE_FOR, CREDIT_REQUESTS, FairQueue, FlowName, FlowState, predict
 
 impl<Id: Copy + Eq + Hash> FairQueue<Id> {
     /// Returns whether another active flow has a lower virtual time, so this flow was served more
-    /// than its share. A flow without requests is active for [`ACTIVE_FOR`]. Debt does not count as
-    /// service.
+    /// than its share. A flow without requests is active for [`ACTIVE_FOR`].
     pub fn is_over_share(&self, now: Instant, name: &FlowName) -> bool {
         let Some(flow) = self.flows.get(name).filter(|flow| flow.started > 0) else { return false };
-        let (served, waiting) =
-            (flow.virtual_time - flow.debt, self.waiting_virtual_time() - flow.debt);
+        let waiting = self.waiting_virtual_time();
         let is_active = |flow: &FlowState<Id>| {
             !flow.is_idle() || now.saturating_duration_since(flow.active_at) < ACTIVE_FOR
         };
         let mut others =
             self.flows.iter().filter(|(other, flow)| *other != name && is_active(flow));
-        others.any(|(_, other)| self.begin_of(Some(other), other.weight, waiting) < served)
+        others
+            .any(|(_, other)| self.begin_of(Some(other), other.weight, waiting) < flow.virtual_time)
     }
 
     /// Returns the virtual time at which the next request of a flow begins. `waiting`:
