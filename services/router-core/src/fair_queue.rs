@@ -19,9 +19,9 @@
 //!
 //! Within a flow the requests of the lowest priority number come first, and among them the request
 //! with the earliest start deadline; a later turn of a session has the start deadline of the
-//! session's first turn ([`FlowSessions`]). One of [`TURNS_PER_FAIR_TURN`] starts of a flow ignores
-//! priorities and sessions. A flow also ignores them while the first of its requests that may be
-//! rejected has waited for half of the time until it must start.
+//! session's first turn ([`FlowSessions`]). A flow ignores priorities and sessions while the first of
+//! its requests that may be rejected has waited for half of the time until it must start, so that
+//! no request starves.
 //!
 //! Life of a waiting request:
 //! 1. [`FairQueue::join`], which refuses it if its predicted wait is too long, or its deadline too
@@ -71,8 +71,7 @@ const ACTIVE_FOR: Duration = Duration::from_secs(60);
 /// Maximum number of flows that are kept without requests: clients may invent any number of tenant
 /// names.
 const IDLE_FLOWS_MAX: usize = 1024;
-/// One of this many turns ignores priorities of flows, so that no flow starves. One of this many
-/// starts of a flow ignores priorities of requests and sessions, so that no request starves.
+/// One of this many turns ignores priorities of flows, so that no flow starves.
 const TURNS_PER_FAIR_TURN: u64 = 8;
 /// Maximum number of requests, of one flow and of all flows, that have a turn or whose turn has
 /// passed since the last [`FairQueue::retry_passed`]. More than one, because a request that failed
@@ -171,8 +170,6 @@ struct FlowState<Id> {
     running: u32,
     /// Number of the last start of the flow, among the starts of all flows.
     started: u64,
-    /// Started requests of the flow.
-    starts: u64,
     output_tokens: Option<f64>,
     cached: CachedShare,
     active_at: Instant,
@@ -223,7 +220,6 @@ impl<Id> FlowState<Id> {
             queued_cost: 0.0,
             running: 0,
             started: 0,
-            starts: 0,
             output_tokens: None,
             cached: CachedShare::default(),
             active_at: now,
@@ -242,8 +238,7 @@ impl<Id> FlowState<Id> {
     /// Returns the queued requests, the one that starts next first.
     fn in_order(&self, now: Instant) -> impl Iterator<Item = &Queued<Id>> {
         let first = self.queue.values().find_map(|queued| queued.urgent_at);
-        let is_urgent = first.is_some_and(|urgent_at| urgent_at <= now);
-        let ignores_sessions = is_urgent || is_fair_turn(self.starts);
+        let ignores_sessions = first.is_some_and(|urgent_at| urgent_at <= now);
         let all_if = |included| if included { usize::MAX } else { 0 };
         let by_session = self.by_session.values().map(move |place| &self.queue[place]);
         let by_arrival = self.queue.values();
@@ -435,7 +430,6 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         let starts = self.starts;
         let begin = self.change_active(now, flow, |state| {
             (state.running, state.started) = (state.running + 1, starts);
-            state.starts += 1;
             state.cached.add(prompt);
             let begin = state.virtual_time;
             state.virtual_time += charged / state.weight;

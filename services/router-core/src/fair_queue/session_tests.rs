@@ -110,13 +110,14 @@ fn new_request_starts_although_old_sessions_always_have_turns() {
     let mut scene = Scene::new(&flow);
     let since = scene.now;
     scene.now += SERVICE;
-    let new = scene.join(&flow, None, WAIT_MAX);
+    let wait_max = 16 * SERVICE;
+    let new = scene.join(&flow, None, wait_max);
     let mut turns = 0;
     while !scene.served.contains(&new) {
-        scene.join(&flow, Some(since), WAIT_MAX);
+        scene.join(&flow, Some(since), wait_max);
         scene.step();
         turns += 1;
-        assert!(turns <= TURNS_PER_FAIR_TURN, "{:?}", scene.served);
+        assert!(turns <= 8, "half of the allowed wait: {:?}", scene.served);
     }
     assert!(turns > 1, "old sessions come first otherwise");
 }
@@ -135,14 +136,16 @@ fn lower_priority_number_comes_first_within_the_flow_and_starves_no_request() {
     // A priority changes nothing between flows: the other one has been served less.
     assert_eq!(scene.served[1..], [of_other, begun, first, turn, late]);
 
-    let late = scene.join_with(&flow, None, WAIT_MAX, 7);
+    let wait_max = 16 * SERVICE;
+    let late = scene.join_with(&flow, None, wait_max, 7);
     let mut starts = 0;
     while !scene.served.contains(&late) {
-        scene.join_with(&flow, None, WAIT_MAX, -3);
+        scene.join_with(&flow, None, wait_max, -3);
         scene.step();
         starts += 1;
-        assert!(starts <= TURNS_PER_FAIR_TURN, "{:?}", scene.served);
+        assert!(starts <= 8, "half of the allowed wait: {:?}", scene.served);
     }
+    assert!(starts > 1, "the lower number comes first otherwise");
 }
 
 #[test]
