@@ -3,8 +3,11 @@
 //! A block is one contiguous range, so that a transfer needs no gather. The heads of a
 //! tensor-parallel rank are one range per layer and K/V.
 
+mod groups;
+
 use std::fmt;
 
+pub use groups::{KvGroups, NO_BLOCK};
 use serde::{Deserialize, Serialize};
 
 /// Tokens per block.

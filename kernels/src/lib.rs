@@ -29,5 +29,5 @@ pub mod shared;
 
 pub use arena::{ArenaError, BlockRead, BlockWrite, KvArena};
 pub use backend::{Backend, Packer, RowSource};
-pub use layout::{BLOCK_TOKENS, BlockId, Dtype, KvLayout, WeightFormat};
+pub use layout::{BLOCK_TOKENS, BlockId, Dtype, KvGroups, KvLayout, NO_BLOCK, WeightFormat};
 pub use shard::Shard;

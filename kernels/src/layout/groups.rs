@@ -1,0 +1,247 @@
+//! KV groups: the layers of a model whose KV covers the same tokens of a sequence.
+//!
+//! All groups have the same number of layers, so a block has the same bytes in every group, and one
+//! pool holds the blocks of all groups. Otherwise the pool would be split between the groups in
+//! advance, for one length of sequences. A sequence's block table has one entry per group for every
+//! 16 tokens: entry `index · groups + group`. Behind the window of a group the entries are
+//! [`NO_BLOCK`].
+
+use std::{
+    cmp::Reverse, collections::BTreeMap, fmt, iter, num::NonZeroUsize, ops::Range, sync::Arc,
+};
+
+use super::{BLOCK_TOKENS, BlockId, KvLayout};
+
+/// Entry of a block table that has no block, because no later token attends to its tokens.
+pub const NO_BLOCK: BlockId = BlockId(u32::MAX);
+
+/// Maximum number of groups. A model with more keeps the KV of all tokens in all layers: small
+/// groups make long block tables.
+const GROUPS_MAX: usize = 16;
+
+/// Layers whose KV covers the same tokens.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct KvGroup {
+    /// Indices of the model's layers, ascending.
+    layers: Vec<usize>,
+    /// Tokens that a token attends to, itself included; `None`: itself and all earlier tokens.
+    window: Option<NonZeroUsize>,
+}
+
+/// The KV groups of a model: first those without a window, then those with shorter windows. At
+/// least one; all have the same number of layers.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct KvGroups(Arc<[KvGroup]>);
+
+impl KvGroups {
+    /// Returns the single group of a model that keeps the KV of all tokens.
+    pub fn whole(layer_count: usize) -> Self {
+        Self([KvGroup { layers: (0..layer_count).collect(), window: None }].into())
+    }
+
+    /// Returns the groups of layers with these windows. Layers with the same window are split into
+    /// several groups if they are more than those with another window.
+    pub fn of_windows(windows: &[Option<NonZeroUsize>]) -> Self {
+        let mut layers: BTreeMap<_, Vec<usize>> = BTreeMap::new();
+        for (layer, window) in windows.iter().enumerate() {
+            // With a window of one token a transfer might have no block.
+            let window = window.filter(|window| window.get() > 1);
+            let place = Reverse(window.map_or(usize::MAX, NonZeroUsize::get));
+            layers.entry((place, window)).or_default().push(layer);
+        }
+        let size = layers.values().map(Vec::len).fold(0, greatest_common_divisor);
+        if size == 0 || windows.len() / size > GROUPS_MAX {
+            return Self::whole(windows.len());
+        }
+        let groups = layers.iter().flat_map(|(&(_, window), layers)| {
+            layers.chunks(size).map(move |layers| KvGroup { layers: layers.to_vec(), window })
+        });
+        Self(groups.collect())
+    }
+
+    /// Returns the number of groups: the entries of a block table for every 16 tokens.
+    pub fn count(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Returns the layout of a block of one group. `whole` is the layout with all layers.
+    pub fn block_layout(&self, whole: KvLayout) -> KvLayout {
+        KvLayout { layer_count: self.0[0].layers.len(), ..whole }
+    }
+
+    /// Returns each layer's group, and the layer's index in the blocks of this group.
+    pub fn places(&self) -> Vec<(usize, usize)> {
+        let mut places = vec![(0, 0); self.0.iter().map(|group| group.layers.len()).sum()];
+        for (number, group) in self.0.iter().enumerate() {
+            for (index, &layer) in group.layers.iter().enumerate() {
+                places[layer] = (number, index);
+            }
+        }
+        places
+    }
+
+    /// Returns the index of the first block of a group that tokens from position `computed` on
+    /// attend to.
+    pub fn first_needed(&self, group: usize, computed: usize) -> usize {
+        let window = self.0[group].window.map_or(usize::MAX, NonZeroUsize::get);
+        (computed + 1).saturating_sub(window) / BLOCK_TOKENS
+    }
+
+    /// Returns the entries of a block table that tokens from position `computed` on attend to,
+    /// among the entries of the blocks `indices`.
+    pub fn needed(&self, computed: usize, indices: Range<usize>) -> impl Iterator<Item = usize> {
+        let first: Vec<_> = (0..self.count()).map(|it| self.first_needed(it, computed)).collect();
+        let entries = indices.start * first.len()..indices.end * first.len();
+        entries.filter(move |entry| entry / first.len() >= first[entry % first.len()])
+    }
+
+    /// Returns the number of table entries for `tokens` tokens.
+    pub fn entries(&self, tokens: usize) -> usize {
+        tokens.div_ceil(BLOCK_TOKENS) * self.count()
+    }
+
+    /// Returns the number of tokens that a block table of `entries` entries covers.
+    pub fn tokens(&self, entries: usize) -> usize {
+        entries / self.count() * BLOCK_TOKENS
+    }
+
+    /// Returns the description that nodes compare during the handshake: those of the block layout
+    /// and, unless all layers keep the KV of all tokens, of the groups' windows and layers.
+    pub fn describe(&self, whole: KvLayout) -> String {
+        format!("{}{self}", self.block_layout(whole))
+    }
+}
+
+impl Default for KvGroups {
+    /// Returns the group of a model with one layer and no window.
+    fn default() -> Self {
+        Self::whole(1)
+    }
+}
+
+/// Formats the windows of the groups, and for several groups the group of each layer (base 36).
+impl fmt::Display for KvGroups {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = |group: &KvGroup| group.window.map_or("all".into(), |it| it.to_string());
+        match &*self.0 {
+            [KvGroup { window: None, .. }] => Ok(()),
+            [group] => write!(f, " window={}", name(group)),
+            groups => {
+                let windows: Vec<_> = groups.iter().map(name).collect();
+                let digit = |(group, _)| char::from_digit(group as u32, 36).unwrap_or('?');
+                let layers: String = self.places().into_iter().map(digit).collect();
+                write!(f, " windows={} groups={layers}", windows.join(","))
+            }
+        }
+    }
+}
+
+fn greatest_common_divisor(a: usize, b: usize) -> usize {
+    let steps = iter::successors(Some((a, b)), |&(a, b)| (b > 0).then(|| (b, a % b)));
+    steps.last().map_or(0, |(divisor, _)| divisor)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::layout::Dtype;
+
+    const WHOLE: KvLayout =
+        KvLayout { layer_count: 24, kv_head_count: 8, head_dim: 64, dtype: Dtype::Bf16 };
+
+    fn windows(tokens: &[usize]) -> Vec<Option<NonZeroUsize>> {
+        tokens.iter().copied().map(NonZeroUsize::new).collect()
+    }
+
+    #[test]
+    fn one_group_is_described_as_before() {
+        let groups = KvGroups::of_windows(&[None; 24]);
+        assert_eq!(groups, KvGroups::whole(24));
+        assert_eq!(groups.describe(WHOLE), WHOLE.to_string());
+        assert_eq!(groups.block_layout(WHOLE), WHOLE);
+    }
+
+    #[test]
+    fn groups_are_described_with_windows_and_layers() {
+        let same = KvGroups::of_windows(&windows(&[4096; 24]));
+        assert_eq!(same.describe(WHOLE), format!("{WHOLE} window=4096"));
+        let alternating = KvGroups::of_windows(&windows(&[128, 0].repeat(12)));
+        assert_eq!(
+            alternating.describe(WHOLE),
+            "layers=12 halves=kv heads=8 tokens=16 dim=64 windows=all,128 \
+             groups=101010101010101010101010"
+        );
+        let five_to_one = KvGroups::of_windows(&windows(&[9, 9, 9, 9, 9, 0].repeat(4)));
+        assert_eq!(five_to_one.count(), 6);
+        assert!(five_to_one.describe(WHOLE).contains("windows=all,9,9,9,9,9 "));
+    }
+
+    /// Two groups of gpt-oss hold the KV of a running sequence in about half the memory.
+    #[test]
+    fn two_groups_hold_nearly_twice_the_tokens_of_one() {
+        let groups = KvGroups::of_windows(&windows(&[128, 0].repeat(12)));
+        for (tokens, ratio) in [(8192, 1.9), (1024, 1.7)] {
+            let held = groups.needed(tokens, 0..tokens.div_ceil(BLOCK_TOKENS) + 1).count();
+            let whole = (tokens.div_ceil(BLOCK_TOKENS) + 1) * groups.count();
+            assert!(whole as f64 / held as f64 >= ratio, "{whole} / {held} at {tokens}");
+        }
+    }
+
+    proptest! {
+        /// Every layer is in one group of its window, all groups have equal sizes, and equal lists
+        /// have equal descriptions.
+        #[test]
+        fn groups_cover_every_layer_once(
+            tokens in prop::collection::vec(prop::sample::select(vec![0, 16, 40, 128]), 1..40),
+            other in prop::collection::vec(prop::sample::select(vec![0, 16, 40, 128]), 1..40),
+        ) {
+            let groups = KvGroups::of_windows(&windows(&tokens));
+            prop_assert!((1..=GROUPS_MAX).contains(&groups.count()));
+            let whole = KvLayout { layer_count: tokens.len(), ..WHOLE };
+            let size = groups.block_layout(whole).layer_count;
+            prop_assert_eq!(size * groups.count(), tokens.len());
+            let is_whole = groups == KvGroups::whole(tokens.len());
+            let mut seen = vec![false; size * groups.count()];
+            for (layer, &(group, index)) in groups.places().iter().enumerate() {
+                prop_assert!(index < size);
+                prop_assert!(!std::mem::replace(&mut seen[group * size + index], true));
+                let window = groups.0[group].window;
+                prop_assert!(is_whole || window == NonZeroUsize::new(tokens[layer]));
+            }
+            let others = KvGroups::of_windows(&windows(&other));
+            let other_whole = KvLayout { layer_count: other.len(), ..WHOLE };
+            prop_assert_eq!(
+                groups.describe(whole) == others.describe(other_whole),
+                groups == others
+            );
+            prop_assert!(groups.describe(whole).len() <= 256);
+        }
+
+        /// The needed entries hold exactly the tokens that a later token attends to, and a token
+        /// that is computed later needs no more of the earlier ones.
+        #[test]
+        fn needed_entries_cover_the_windows(
+            tokens in prop::collection::vec(prop::sample::select(vec![0, 1, 16, 40]), 1..6),
+            computed in 0_usize..200,
+        ) {
+            let groups = KvGroups::of_windows(&windows(&tokens));
+            let blocks = computed.div_ceil(BLOCK_TOKENS);
+            let needed: Vec<_> = groups.needed(computed, 0..blocks).collect();
+            for position in 0..blocks * BLOCK_TOKENS {
+                for (number, group) in groups.0.iter().enumerate() {
+                    let window = group.window.map_or(usize::MAX, NonZeroUsize::get);
+                    let block = position / BLOCK_TOKENS;
+                    let last = (block + 1) * BLOCK_TOKENS - 1;
+                    let is_read = computed < last.saturating_add(window);
+                    let entry = block * groups.count() + number;
+                    prop_assert_eq!(needed.contains(&entry), is_read);
+                }
+            }
+            let later: Vec<_> = groups.needed(computed + 1, 0..blocks).collect();
+            prop_assert!(later.iter().all(|entry| needed.contains(entry)));
+            prop_assert_eq!(groups.tokens(groups.entries(computed)), blocks * BLOCK_TOKENS);
+        }
+    }
+}
