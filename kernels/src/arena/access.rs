@@ -204,6 +204,9 @@ impl StepAccess {
 }
 
 impl HeldBlock {
+    /// No block: an access to it panics.
+    pub(crate) const NONE: Self = Self(u32::MAX);
+
     fn index(self) -> usize {
         self.0 as usize
     }

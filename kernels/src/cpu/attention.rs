@@ -198,7 +198,8 @@ fn tiles<T: KvElement>(
         }
         let visible = tile.visible_blocks(window);
         let first_block = visible.start;
-        let table = &step.tables[tile.sequence.table.clone()][visible];
+        let (table, layer) = step.table(layer, tile.sequence);
+        let table = &table[visible];
         for (number, blocks) in table.chunks(BLOCKS_TOGETHER).enumerate() {
             let mut parts: [(&[T], &[T]); BLOCKS_TOGETHER] = [(&[], &[]); BLOCKS_TOGETHER];
             for (part, &block) in parts.iter_mut().zip(blocks) {

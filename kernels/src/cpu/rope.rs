@@ -144,7 +144,7 @@ fn store_row<T: StoredElement>(
     step: &CpuStep,
     row: usize,
 ) {
-    let block = step.row_blocks[row];
+    let (block, layer) = step.row_block(layer, row);
     let token = step.positions[row] as usize % BLOCK_TOKENS;
     for (half, data) in [(KvHalf::Key, keys), (KvHalf::Value, values)] {
         for (head, data) in data.chunks_exact(dim).enumerate() {

@@ -5,18 +5,20 @@ use std::{ops::Range, sync::Arc};
 use super::rope::Rotation;
 use crate::{
     arena::{ArenaError, HeldBlock, KvArena, StepAccess},
-    layout::{BLOCK_TOKENS, BlockId, KvLayout},
+    layout::{BLOCK_TOKENS, BlockId, KvGroups, KvLayout},
 };
 
 /// Part of a step that belongs to one sequence: `tokens` at consecutive positions.
 #[derive(Clone, Copy, Debug)]
 pub struct StepSequence<'a> {
-    /// Position of the first of `tokens`; `blocks` holds the KV of all positions before it.
+    /// Position of the first of `tokens`; `blocks` holds the KV of all positions before it that
+    /// the windows of the KV groups contain.
     pub first_position: u32,
     /// At least one token. Ids must be below the vocabulary's size, or the embedding panics; the
     /// code that admits a sequence checks them.
     pub tokens: &'a [u32],
-    /// The sequence's block table from position 0 on. Entries beyond the last token's are ignored.
+    /// The sequence's block table from position 0 on. Entries beyond the last token's and behind
+    /// the windows are ignored.
     pub blocks: &'a [BlockId],
     /// Number of last tokens that yield logits: 0 within a prompt, 1 to sample, more to score or to
     /// verify draft tokens.
@@ -42,16 +44,19 @@ pub enum StepError {
 /// Rows of one forward pass. Holds the borrows of all its blocks until dropped.
 ///
 /// The rows of the first sequence come first, then those of the second, and so on. A sequence's
-/// blocks from its first row's position on are borrowed for writing, earlier blocks for reading.
+/// blocks from its first row's position on are borrowed for writing, earlier blocks in the windows
+/// for reading.
 #[derive(Debug)]
 pub struct CpuStep {
     pub(crate) tokens: Vec<u32>,
     pub(crate) positions: Vec<u32>,
-    /// Block of each row's position.
-    pub(crate) row_blocks: Vec<HeldBlock>,
+    /// Index of the block of each row's position in each table of `tables`.
+    row_blocks: Vec<usize>,
     pub(crate) sequences: Vec<SequenceRows>,
-    /// Block tables of all sequences, concatenated.
-    pub(crate) tables: Vec<HeldBlock>,
+    /// For each KV group the block tables of all sequences, concatenated.
+    tables: Vec<Vec<HeldBlock>>,
+    /// KV group of each layer, and index of the layer in the group's blocks.
+    places: Vec<(usize, usize)>,
     /// Rows that yield logits, ascending.
     pub(crate) sampled: Vec<usize>,
     /// Slot of each row's adapter.
@@ -66,32 +71,36 @@ pub struct CpuStep {
 pub(crate) struct SequenceRows {
     pub rows: Range<usize>,
     pub first_position: usize,
-    /// Range of the sequence in `CpuStep::tables`: every block up to the last row's.
+    /// Range of the sequence in each of `CpuStep::tables`: every block up to the last row's.
     pub table: Range<usize>,
 }
 
 impl CpuStep {
     /// Borrows all blocks of the sequences, or none. A step without sequences has no rows.
     pub fn new(arena: &Arc<KvArena>, sequences: &[StepSequence<'_>]) -> Result<Self, StepError> {
-        Self::of_heads(arena, 0..arena.layout().kv_head_count, sequences)
+        let layout = arena.layout();
+        let groups = KvGroups::whole(layout.layer_count);
+        Self::of_heads(arena, 0..layout.kv_head_count, &groups, sequences)
     }
 
-    /// Creates a rank's step, which accesses some of the arena's heads only; otherwise as
-    /// [`Self::new`].
+    /// Creates a step of a model with these KV groups. A rank's step accesses some of the arena's
+    /// heads only. Otherwise as [`Self::new`], which has one group.
     ///
     /// # Panics
     /// When the arena does not have these heads.
     pub fn of_heads(
         arena: &Arc<KvArena>,
         heads: Range<usize>,
+        groups: &KvGroups,
         sequences: &[StepSequence<'_>],
     ) -> Result<Self, StepError> {
         let (mut reads, mut writes) = (Vec::new(), Vec::new());
         for (index, sequence) in sequences.iter().enumerate() {
-            let blocks = checked_table(index, sequence)?;
-            let (read, written) = blocks.split_at(sequence.first_position as usize / BLOCK_TOKENS);
-            reads.extend_from_slice(read);
-            writes.extend_from_slice(written);
+            let (table, first) = (checked_table(index, groups, sequence)?, sequence.first_position);
+            let first_written = first as usize / BLOCK_TOKENS;
+            let read = groups.needed(first as usize, 0..first_written);
+            reads.extend(read.map(|entry| table[entry]));
+            writes.extend_from_slice(&table[first_written * groups.count()..]);
         }
         let access = StepAccess::acquire_heads(arena, heads, &reads, &writes)?;
         let row_count = sequences.iter().map(|sequence| sequence.tokens.len()).sum();
@@ -100,31 +109,37 @@ impl CpuStep {
             positions: Vec::with_capacity(row_count),
             row_blocks: Vec::with_capacity(row_count),
             sequences: Vec::with_capacity(sequences.len()),
-            tables: Vec::with_capacity(reads.len() + writes.len()),
+            tables: vec![Vec::new(); groups.count()],
+            places: groups.places(),
             sampled: Vec::new(),
             adapters: Vec::with_capacity(row_count),
             access,
             rotation: None,
         };
         for (index, sequence) in sequences.iter().enumerate() {
-            step.append(sequence, checked_table(index, sequence)?);
+            step.append(sequence, groups, checked_table(index, groups, sequence)?);
         }
         Ok(step)
     }
 
-    fn append(&mut self, sequence: &StepSequence<'_>, blocks: &[BlockId]) {
+    fn append(&mut self, sequence: &StepSequence<'_>, groups: &KvGroups, blocks: &[BlockId]) {
         let rows = self.tokens.len()..self.tokens.len() + sequence.tokens.len();
-        let table = self.tables.len()..self.tables.len() + blocks.len();
+        let (first_position, count) = (sequence.first_position as usize, groups.count());
+        let begin = self.tables[0].len();
+        let table = begin..begin + blocks.len() / count;
         self.tokens.extend_from_slice(sequence.tokens);
         self.adapters.extend(sequence.tokens.iter().map(|_| sequence.adapter));
-        self.tables.extend(blocks.iter().map(|&block| {
-            self.access.find(block).expect("every block of every table was acquired")
-        }));
+        for (group, held) in self.tables.iter_mut().enumerate() {
+            held.resize(table.end, HeldBlock::NONE);
+            for index in groups.first_needed(group, first_position)..table.len() {
+                let found = self.access.find(blocks[index * count + group]);
+                held[begin + index] = found.expect("every needed block was acquired");
+            }
+        }
         self.sampled.extend(rows.end - sequence.sampled_rows as usize..rows.end);
-        let first_position = sequence.first_position as usize;
         for position in (first_position..).take(rows.len()) {
             self.positions.push(position as u32);
-            self.row_blocks.push(self.tables[table.start + position / BLOCK_TOKENS]);
+            self.row_blocks.push(begin + position / BLOCK_TOKENS);
         }
         self.sequences.push(SequenceRows { rows, first_position, table });
     }
@@ -139,14 +154,30 @@ impl CpuStep {
         &self.sampled
     }
 
+    /// Returns the layout of the KV of all layers, with the step's heads only.
     pub fn layout(&self) -> KvLayout {
-        self.access.layout()
+        KvLayout { layer_count: self.places.len(), ..self.access.layout() }
+    }
+
+    /// Returns a sequence's block table in the layer's KV group, and the index of the layer in its
+    /// blocks.
+    pub(crate) fn table(&self, layer: usize, sequence: &SequenceRows) -> (&[HeldBlock], usize) {
+        let (group, index) = self.places[layer];
+        (&self.tables[group][sequence.table.clone()], index)
+    }
+
+    /// Returns the block of a row's position in the layer's KV group, and the index of the layer in
+    /// it.
+    pub(crate) fn row_block(&self, layer: usize, row: usize) -> (HeldBlock, usize) {
+        let (group, index) = self.places[layer];
+        (self.tables[group][self.row_blocks[row]], index)
     }
 }
 
-/// Returns the blocks up to the sequence's last token.
+/// Returns the block table up to the sequence's last token.
 fn checked_table<'a>(
     index: usize,
+    groups: &KvGroups,
     sequence: &StepSequence<'a>,
 ) -> Result<&'a [BlockId], StepError> {
     let rows = sequence.tokens.len();
@@ -158,10 +189,13 @@ fn checked_table<'a>(
         return Err(StepError::TooManySampled { sequence: index, sampled_rows, rows });
     }
     let last_position = u64::from(sequence.first_position) + rows as u64 - 1;
-    let needed = last_position / BLOCK_TOKENS as u64 + 1;
-    usize::try_from(needed).ok().and_then(|needed| sequence.blocks.get(..needed)).ok_or(
-        StepError::TableTooShort { sequence: index, last_position, blocks: sequence.blocks.len() },
-    )
+    let needed = usize::try_from(last_position + 1).ok().map(|tokens| groups.entries(tokens));
+    let blocks = sequence.blocks.len() / groups.count();
+    needed.and_then(|needed| sequence.blocks.get(..needed)).ok_or(StepError::TableTooShort {
+        sequence: index,
+        last_position,
+        blocks,
+    })
 }
 
 #[cfg(test)]

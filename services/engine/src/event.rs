@@ -85,7 +85,7 @@ pub enum Input {
     Abort {
         id: SequenceId,
     },
-    /// `Send`: the receiver's reservation arrived; the receiver has the blocks before
+    /// `Send`: the receiver's reservation arrived; the receiver has the blocks before number
     /// `first_block`.
     TransferReady {
         id: SequenceId,
@@ -112,10 +112,13 @@ pub enum Action {
     /// `cached_tokens` of the prompt were in the prefix cache; `local_prefill`: no prefill node is
     /// needed.
     Admitted { id: SequenceId, cached_tokens: u32, local_prefill: bool },
-    /// `Receive`: request the prompt's blocks from `first_block` on from the prefill peer.
-    Reserve { id: SequenceId, first_block: u32, blocks: Vec<BlockId> },
-    /// `Send`: the KV of the prompt's blocks from `first_block` on is written; the blocks are held
-    /// and pinned. Each block is handed over once, in order, without gaps.
+    /// `Receive`: request the prompt's blocks from number `first_block` on from the prefill peer.
+    /// Only the blocks count that a decode step needs after the prompt: not those behind the window
+    /// of their KV group. `cached_tokens` of the prompt were in the prefix cache.
+    Reserve { id: SequenceId, cached_tokens: u32, first_block: u32, blocks: Vec<BlockId> },
+    /// `Send`: the KV of the prompt's blocks from number `first_block` on, counted as by
+    /// [`Action::Reserve`], is written; the blocks are held and pinned. Each block is handed over
+    /// once, in order, without gaps.
     KvWritten { id: SequenceId, first_block: u32, blocks: Vec<BlockId> },
     /// Tokens `first_index..`, each once, in order. `Receive` repeats token 0 as its first.
     /// `prompt_logprobs`: with the first tokens of a sequence with [`Sampling::prompt_logprobs`],

@@ -19,7 +19,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, bounded};
-use kernels::{KvLayout, cpu::CpuGroupError, cuda::ChunkSource};
+use kernels::{KvGroups, KvLayout, cpu::CpuGroupError, cuda::ChunkSource};
 use model::{Checkpoint, ModelConfig, ModelError};
 use serde::{Deserialize, Serialize};
 
@@ -68,6 +68,11 @@ pub trait Executor: Send {
     fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError>;
 
     fn limits(&self) -> ExecutorLimits;
+
+    /// Returns the KV groups of the block tables.
+    fn kv_groups(&self) -> KvGroups {
+        KvGroups::default()
+    }
 
     /// Returns the time on the clock of the steps.
     fn now(&self) -> Instant {
@@ -130,6 +135,10 @@ impl<E: Executor + ?Sized> Executor for Box<E> {
 
     fn limits(&self) -> ExecutorLimits {
         (**self).limits()
+    }
+
+    fn kv_groups(&self) -> KvGroups {
+        (**self).kv_groups()
     }
 
     fn now(&self) -> Instant {

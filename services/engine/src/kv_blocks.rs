@@ -1,6 +1,8 @@
 //! Block pool and prefix cache combined: an evicted block leaves both.
 
-use kernels::{BLOCK_TOKENS, BlockId};
+use std::mem;
+
+use kernels::{BlockId, KvGroups, NO_BLOCK};
 
 use crate::{
     block_pool::{BlockPool, BlockState},
@@ -8,15 +10,16 @@ use crate::{
     prefix_cache::{HashChain, PrefixCache},
 };
 
-/// Returns how many blocks hold `token_count` tokens.
-pub(crate) fn blocks_for(token_count: usize) -> u32 {
-    token_count.div_ceil(BLOCK_TOKENS) as u32
+/// Returns the blocks of a block table, without the entries behind windows.
+pub(crate) fn blocks_of(table: &[BlockId]) -> impl DoubleEndedIterator<Item = BlockId> {
+    table.iter().copied().filter(|block| *block != NO_BLOCK)
 }
 
 #[derive(Debug)]
 pub(crate) struct KvBlocks {
     pub(crate) pool: BlockPool,
     pub(crate) cache: PrefixCache,
+    pub(crate) groups: KvGroups,
     /// Whether the prefix cache is used; if false, it stays empty.
     caching: bool,
     /// Scratch memory of allocations.
@@ -28,31 +31,59 @@ impl KvBlocks {
         Self {
             pool: BlockPool::new(block_count),
             cache: PrefixCache::default(),
+            groups: KvGroups::default(),
             caching,
             evicted: Vec::new(),
         }
     }
 
-    /// Holds and returns the cached prefix of `tokens`, if the rest of `blocks_total` blocks could
-    /// be allocated and `headroom` blocks would remain. Otherwise returns the number of blocks that
-    /// would have to be available.
+    /// Returns the number of table entries for `tokens` tokens.
+    pub(crate) fn entries(&self, tokens: usize) -> u32 {
+        self.groups.entries(tokens) as u32
+    }
+
+    /// Returns the table entries among the first `blocks` of each group that a decode node needs
+    /// of a prompt of `len` tokens. Transfers number these blocks in this order.
+    pub(crate) fn sent(&self, len: usize, blocks: usize) -> impl Iterator<Item = usize> {
+        self.groups.needed(len, 0..blocks)
+    }
+
+    /// Holds and returns the table of the cached prefix of `tokens`, and the number of blocks that
+    /// the sequence needs beside it, if they could be allocated and `headroom` blocks would remain.
+    /// `rest` returns this number for a prefix of the given number of entries. Otherwise returns
+    /// the number of blocks that would have to be available.
     pub(crate) fn hold_prefix(
         &mut self,
         chain: &HashChain,
         tokens: &[u32],
-        blocks_total: u32,
+        rest: impl Fn(usize) -> u32,
         headroom: u32,
-    ) -> Result<Vec<BlockId>, u32> {
-        let hits = self.cache.lookup(chain, tokens);
-        let cached = |&&block: &&BlockId| self.pool.state(block) == BlockState::Cached;
-        let leaving = hits.iter().filter(cached).count() as u32;
-        let rest = blocks_total - hits.len() as u32;
+    ) -> Result<(Vec<BlockId>, u32), u32> {
+        let table = self.cache.lookup(chain, tokens, &self.groups);
+        let cached = |&block: &BlockId| self.pool.state(block) == BlockState::Cached;
+        let leaving = blocks_of(&table).filter(cached).count() as u32;
+        let rest = rest(table.len());
         let needed = leaving + rest + headroom;
         if self.pool.available() < needed {
             return Err(needed);
         }
-        hits.iter().for_each(|&block| self.pool.hold(block));
-        Ok(hits)
+        blocks_of(&table).for_each(|block| self.pool.hold(block));
+        Ok((table, rest))
+    }
+
+    /// Releases the blocks of a table to which no token from position `computed` on attends.
+    pub(crate) fn release_behind(&mut self, table: &mut [BlockId], computed: usize) {
+        let count = self.groups.count();
+        for group in 0..count {
+            let first = self.groups.first_needed(group, computed).min(table.len() / count);
+            // The entries before an entry without block have no block either.
+            for index in (0..first).rev() {
+                match mem::replace(&mut table[index * count + group], NO_BLOCK) {
+                    NO_BLOCK => break,
+                    block => self.pool.release(block),
+                }
+            }
+        }
     }
 
     pub(crate) fn allocate(&mut self, count: u32) -> Option<Vec<BlockId>> {
@@ -77,10 +108,10 @@ impl KvBlocks {
         blocks.iter().for_each(|&block| self.pool.cancel_reservation(block, owner));
     }
 
-    /// Drops one reference of each block, the last block first, so that a tail is evicted before
-    /// its head.
-    pub(crate) fn release(&mut self, blocks: &[BlockId]) {
-        blocks.iter().rev().for_each(|&block| self.pool.release(block));
+    /// Drops one reference of each block of a table, the last block first, so that a tail is
+    /// evicted before its head.
+    pub(crate) fn release(&mut self, table: &[BlockId]) {
+        blocks_of(table).rev().for_each(|block| self.pool.release(block));
     }
 
     /// Drops all cached blocks that no save reads, and returns their number. Blocks in use stay
@@ -106,17 +137,17 @@ impl KvBlocks {
         self.release(blocks);
     }
 
-    /// Adds block `index` of `tokens` to the prefix cache. Its KV is written.
+    /// Adds a group's block `index` of `tokens` to the prefix cache. Its KV is written.
     pub(crate) fn publish(
         &mut self,
         chain: &HashChain,
         tokens: &[u32],
-        index: usize,
+        (index, group): (usize, usize),
         block: BlockId,
     ) {
         if self.caching
             && !self.pool.is_retained(block)
-            && self.cache.insert(chain, tokens, index, block)
+            && self.cache.insert(chain, tokens, (index, group), block)
         {
             self.pool.retain(block);
         }

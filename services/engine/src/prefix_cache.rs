@@ -3,12 +3,14 @@
 //! The key of a block is a 128-bit hash of its 16 tokens and of the previous block's key. The chain
 //! starts from model, weights, adapter and the tenant's salt, so equal tokens under other weights,
 //! another adapter or another tenant have different keys. A lookup compares the tokens as well.
+//! Each KV group has a block of its own under a key. A group with a window needs only the blocks
+//! in the window before the end of a hit.
 //! [`crate::block_pool`] decides which block is evicted.
 
 use std::collections::BTreeMap;
 
 use foldhash::HashMap;
-use kernels::{BLOCK_TOKENS, BlockId};
+use kernels::{BLOCK_TOKENS, BlockId, KvGroups, NO_BLOCK};
 use proto::cache_keys::KeyChain;
 
 use crate::{
@@ -91,66 +93,94 @@ struct PrefixEntry {
 /// Prefix cache of one arena.
 #[derive(Debug, Default)]
 pub(crate) struct PrefixCache {
-    entries: HashMap<BlockHash, PrefixEntry>,
-    keys: HashMap<BlockId, BlockHash>,
-    /// Changes since the last [`Self::take_changes`]: at most one per key, which bounds the map
-    /// when no caller takes them. Ordered, so that equal inputs give equal outputs.
+    /// By key and KV group.
+    entries: HashMap<(BlockHash, usize), PrefixEntry>,
+    keys: HashMap<BlockId, (BlockHash, usize)>,
+    /// Changes of the first KV group since the last [`Self::take_changes`]: at most one per key,
+    /// which bounds the map when no caller takes them. Ordered, so that equal inputs give equal
+    /// outputs.
     changes: BTreeMap<BlockHash, CacheChange>,
 }
 
 impl PrefixCache {
-    /// Returns the blocks of the longest cached prefix of `tokens`, at most `tokens.len() - 1`
+    /// Returns the block table of the longest cached prefix of `tokens`, at most `tokens.len() - 1`
     /// tokens: the forward pass of the last token gives the logits to sample from.
-    pub(crate) fn lookup(&self, chain: &HashChain, tokens: &[u32]) -> Vec<BlockId> {
+    pub(crate) fn lookup(
+        &self,
+        chain: &HashChain,
+        tokens: &[u32],
+        groups: &KvGroups,
+    ) -> Vec<BlockId> {
         let blocks_max = tokens.len().saturating_sub(1) / BLOCK_TOKENS;
-        let mut blocks = Vec::new();
-        for (index, hash) in chain.hashes().iter().enumerate().take(blocks_max) {
-            match self.entries.get(hash) {
-                Some(entry)
-                    if entry.parent == chain.parent(index)
-                        && entry.tokens == *block_tokens(tokens, index) =>
-                {
-                    blocks.push(entry.block)
+        let (mut table, mut hit) = (Vec::new(), 0);
+        // For each group the index after the last block that is not cached.
+        let mut begins = vec![0; groups.count()];
+        let covers = |begins: &[usize], blocks: usize| {
+            let needed = |group| groups.first_needed(group, blocks * BLOCK_TOKENS);
+            begins.iter().enumerate().all(|(group, &begin)| begin <= needed(group))
+        };
+        for (index, &hash) in chain.hashes().iter().enumerate().take(blocks_max) {
+            for (group, begin) in begins.iter_mut().enumerate() {
+                let entry = self.entries.get(&(hash, group)).filter(|entry| {
+                    entry.parent == chain.parent(index)
+                        && entry.tokens == *block_tokens(tokens, index)
+                });
+                if entry.is_none() {
+                    *begin = index + 1;
                 }
-                _ => break,
+                table.push(entry.map_or(NO_BLOCK, |entry| entry.block));
+            }
+            if covers(&begins, index + 1) {
+                hit = index + 1;
+            } else if !covers(&begins, blocks_max) {
+                break;
             }
         }
-        blocks
+        table.truncate(hit * groups.count());
+        for (entry, block) in table.iter_mut().enumerate() {
+            let (index, group) = (entry / groups.count(), entry % groups.count());
+            if index < groups.first_needed(group, hit * BLOCK_TOKENS) {
+                *block = NO_BLOCK;
+            }
+        }
+        table
     }
 
-    /// Adds `block` as block `index` of `tokens`. Returns false, and adds nothing, when another
-    /// block has the same contents.
+    /// Adds `block` as a group's block `index` of `tokens`. Returns false, and adds nothing, when
+    /// another block has the same contents.
     pub(crate) fn insert(
         &mut self,
         chain: &HashChain,
         tokens: &[u32],
-        index: usize,
+        (index, group): (usize, usize),
         block: BlockId,
     ) -> bool {
         let hash = chain.hashes()[index];
-        if self.entries.contains_key(&hash) {
+        let key = (hash, group);
+        if self.entries.contains_key(&key) {
             return false;
         }
         let parent = chain.parent(index);
         let tokens = *block_tokens(tokens, index);
-        self.entries.insert(hash, PrefixEntry { block, parent, tokens });
-        let before = self.keys.insert(block, hash);
+        self.entries.insert(key, PrefixEntry { block, parent, tokens });
+        let before = self.keys.insert(block, key);
         debug_assert_eq!(before, None, "block {} already had contents", block.0);
-        self.note(hash, CacheChange::Added(hash));
+        self.note(key, CacheChange::Added(hash));
         true
     }
 
     /// Removes an evicted block.
     pub(crate) fn evict(&mut self, block: BlockId) {
-        if let Some(hash) = self.keys.remove(&block) {
-            self.entries.remove(&hash);
-            self.note(hash, CacheChange::Evicted(hash));
+        if let Some(key) = self.keys.remove(&block) {
+            self.entries.remove(&key);
+            self.note(key, CacheChange::Evicted(key.0));
         }
     }
 
-    /// Returns the keys of all cached blocks in ascending order.
+    /// Returns the keys of all cached blocks of the first KV group in ascending order.
     pub(crate) fn hashes(&self) -> Vec<BlockHash> {
-        let mut hashes: Vec<_> = self.entries.keys().copied().collect();
+        let first = self.entries.keys().filter(|(_, group)| *group == 0);
+        let mut hashes: Vec<_> = first.map(|(hash, _)| *hash).collect();
         hashes.sort_unstable();
         hashes
     }
@@ -160,9 +190,9 @@ impl PrefixCache {
         std::mem::take(&mut self.changes).into_values().collect()
     }
 
-    /// Returns the block with this key, and what the key was computed from.
+    /// Returns the first KV group's block with this key, and what the key was computed from.
     pub(crate) fn get(&self, key: BlockHash) -> Option<(BlockId, BlockContents)> {
-        let entry = self.entries.get(&key)?;
+        let entry = self.entries.get(&(key, 0))?;
         let (parent, tokens) = (entry.parent, entry.tokens);
         Some((entry.block, BlockContents { key, parent, tokens }))
     }
@@ -176,7 +206,10 @@ impl PrefixCache {
     }
 
     /// Records a change; a change and its opposite cancel.
-    fn note(&mut self, hash: BlockHash, change: CacheChange) {
+    fn note(&mut self, (hash, group): (BlockHash, usize), change: CacheChange) {
+        if group > 0 {
+            return;
+        }
         match self.changes.get(&hash) {
             Some(&noted) if noted != change => {
                 self.changes.remove(&hash);
@@ -190,6 +223,8 @@ impl PrefixCache {
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroUsize;
+
     use super::*;
 
     const SEEDS: CacheSeeds = CacheSeeds { model_fingerprint: 1, weight_version: 0 };
@@ -208,20 +243,24 @@ mod tests {
         let mut cache = PrefixCache::default();
         let chain = chain(SEEDS, "", tokens);
         for index in 0..tokens.len() / BLOCK_TOKENS {
-            assert!(cache.insert(&chain, tokens, index, BlockId(index as u32)));
+            assert!(cache.insert(&chain, tokens, (index, 0), BlockId(index as u32)));
         }
         (cache, chain)
+    }
+
+    fn lookup(cache: &PrefixCache, chain: &HashChain, tokens: &[u32]) -> Vec<BlockId> {
+        cache.lookup(chain, tokens, &KvGroups::default())
     }
 
     #[test]
     fn a_hit_ends_one_token_before_the_end() {
         let tokens = tokens(48);
         let (cache, chain) = filled(&tokens);
-        assert_eq!(cache.lookup(&chain, &tokens), [BlockId(0), BlockId(1)]);
-        assert_eq!(cache.lookup(&chain, &tokens[..33]), [BlockId(0), BlockId(1)]);
-        assert_eq!(cache.lookup(&chain, &tokens[..32]), [BlockId(0)]);
-        assert_eq!(cache.lookup(&chain, &tokens[..16]), []);
-        assert_eq!(cache.lookup(&chain, &[]), []);
+        assert_eq!(lookup(&cache, &chain, &tokens), [BlockId(0), BlockId(1)]);
+        assert_eq!(lookup(&cache, &chain, &tokens[..33]), [BlockId(0), BlockId(1)]);
+        assert_eq!(lookup(&cache, &chain, &tokens[..32]), [BlockId(0)]);
+        assert_eq!(lookup(&cache, &chain, &tokens[..16]), []);
+        assert_eq!(lookup(&cache, &chain, &[]), []);
     }
 
     #[test]
@@ -241,7 +280,7 @@ mod tests {
             chain(CacheSeeds { model_fingerprint: 2, ..SEEDS }, "", &tokens),
         ];
         for other in others {
-            assert_eq!(cache.lookup(&other, &tokens), []);
+            assert_eq!(lookup(&cache, &other, &tokens), []);
         }
     }
 
@@ -249,8 +288,8 @@ mod tests {
     fn an_equal_hash_over_other_tokens_is_no_hit() {
         let tokens = tokens(48);
         let (mut cache, chain) = filled(&tokens);
-        cache.entries.get_mut(&chain.hashes()[1]).expect("inserted").tokens[3] ^= 1;
-        assert_eq!(cache.lookup(&chain, &tokens), [BlockId(0)]);
+        cache.entries.get_mut(&(chain.hashes()[1], 0)).expect("inserted").tokens[3] ^= 1;
+        assert_eq!(lookup(&cache, &chain, &tokens), [BlockId(0)]);
     }
 
     #[test]
@@ -258,16 +297,16 @@ mod tests {
         let tokens = tokens(48);
         let (mut cache, chain) = filled(&tokens);
         cache.evict(BlockId(0));
-        assert_eq!(cache.lookup(&chain, &tokens), []);
-        assert!(cache.insert(&chain, &tokens, 0, BlockId(9)));
-        assert_eq!(cache.lookup(&chain, &tokens), [BlockId(9), BlockId(1)]);
+        assert_eq!(lookup(&cache, &chain, &tokens), []);
+        assert!(cache.insert(&chain, &tokens, (0, 0), BlockId(9)));
+        assert_eq!(lookup(&cache, &chain, &tokens), [BlockId(9), BlockId(1)]);
     }
 
     #[test]
     fn the_first_of_two_equal_blocks_stays_cached() {
         let tokens = tokens(32);
         let (mut cache, chain) = filled(&tokens);
-        assert!(!cache.insert(&chain, &tokens, 0, BlockId(9)));
+        assert!(!cache.insert(&chain, &tokens, (0, 0), BlockId(9)));
         assert!(!cache.contains_block(BlockId(9)));
         assert_eq!(cache.len(), 2);
     }
@@ -292,5 +331,31 @@ mod tests {
             grown.extend(&tokens[..known]);
         }
         assert_eq!(grown.hashes(), chain(SEEDS, "salt", &tokens).hashes());
+    }
+
+    /// A group without a window and one with a window of 20 tokens: two or three blocks.
+    #[test]
+    fn a_hit_needs_only_the_blocks_in_the_window() {
+        let tokens = tokens(97);
+        let chain = chain(SEEDS, "", &tokens);
+        let groups = KvGroups::of_windows(&[None, NonZeroUsize::new(20)]);
+        let mut cache = PrefixCache::default();
+        for index in 0..6 {
+            for group in 0..2 {
+                let block = BlockId((2 * index + group) as u32);
+                cache.insert(&chain, &tokens, (index, group), block);
+            }
+        }
+        let table = |ids: &[u32]| ids.iter().map(|&id| BlockId(id)).collect::<Vec<_>>();
+        let none = NO_BLOCK.0;
+        let whole = table(&[0, none, 2, none, 4, none, 6, none, 8, 9, 10, 11]);
+        assert_eq!(cache.lookup(&chain, &tokens, &groups), whole);
+        (0..4).for_each(|index| cache.evict(BlockId(2 * index + 1)));
+        assert_eq!(cache.lookup(&chain, &tokens, &groups), whole);
+        // A shorter hit needs a block that is not cached any more.
+        assert_eq!(cache.lookup(&chain, &tokens[..81], &groups), []);
+        cache.evict(BlockId(9));
+        assert_eq!(cache.lookup(&chain, &tokens, &groups), []);
+        assert_eq!(cache.take_changes().len(), 6, "routers follow the first group");
     }
 }

@@ -10,7 +10,7 @@
 //! 3. `plan` gives each running row its part of the step's token budget. There are no prefill and
 //!    decode phases: a row has one or many tokens that are not computed yet.
 //! 4. `complete` processes the result: the row's KV is written, full blocks enter the prefix cache,
-//!    and a sampled token may end the sequence.
+//!    blocks behind a sliding window are released, and a sampled token may end the sequence.
 //!
 //! A plan is made before the results of the steps in flight are known, so positions and lengths of
 //! a running row are upper bounds. A stop is detected one step late. The block for the surplus
@@ -48,6 +48,8 @@ mod waiting;
 mod weights;
 
 use std::time::Instant;
+
+use kernels::KvGroups;
 
 pub use config::{ItlLimit, SchedulerConfig, SchedulerConfigError};
 use masks::MaskRequests;
@@ -121,6 +123,16 @@ impl Scheduler {
             planned_work: StepWork::default(),
             is_admitting: true,
         })
+    }
+
+    /// Sets the KV groups. By default one group keeps the KV of all tokens.
+    ///
+    /// # Panics
+    /// With several groups when the tiers are on: they keep one block under a key.
+    pub fn with_kv_groups(mut self, groups: KvGroups) -> Self {
+        assert!(self.tiers.is_none() || groups.count() == 1, "tiers keep one KV group");
+        self.kv.groups = groups;
+        self
     }
 
     pub fn config(&self) -> &SchedulerConfig {
@@ -202,7 +214,7 @@ impl Scheduler {
             let computed = match sequence.phase() {
                 SequencePhase::Reserved { .. } => sequence.given_len,
                 SequencePhase::Loading { prefix, count, .. } => {
-                    (prefix.len() + count) * kernels::BLOCK_TOKENS
+                    self.kv.groups.tokens(prefix.len() + count)
                 }
                 SequencePhase::AwaitingReady | SequencePhase::Waiting => 0,
                 SequencePhase::Ready(table) => table.computed,
@@ -276,7 +288,7 @@ impl Scheduler {
     /// Returns the length of the longest sequence that can run here: the model's limit, or the
     /// pool's.
     pub fn sequence_tokens_max(&self) -> usize {
-        let pool = self.config.limits.blocks as usize * kernels::BLOCK_TOKENS;
+        let pool = self.kv.groups.tokens(self.config.limits.blocks as usize);
         pool.min(self.config.limits.sequence_tokens as usize)
     }
 

@@ -14,6 +14,7 @@ use engine::{
     event::{NewSequence, SequenceId, SequenceKind},
     executor::sim::SimExecutor,
 };
+use kernels::KvGroups;
 use proptest::prelude::*;
 
 fn pair(prefill_blocks: u32, decode_blocks: u32, slots: u32, depth: u32) -> Pair<SimExecutor> {
@@ -22,9 +23,15 @@ fn pair(prefill_blocks: u32, decode_blocks: u32, slots: u32, depth: u32) -> Pair
 }
 
 fn pair_of(configs: [SchedulerConfig; 2]) -> Pair<SimExecutor> {
+    pair_with_groups(configs, &KvGroups::default())
+}
+
+fn pair_with_groups(configs: [SchedulerConfig; 2], groups: &KvGroups) -> Pair<SimExecutor> {
     let start = Instant::now();
-    let [prefill, decode] =
-        configs.map(|config| StepLoop::new(scheduler(config), sim(config.limits, start)));
+    let [prefill, decode] = configs.map(|config| {
+        let executor = sim(config.limits, start).with_kv_groups(groups.clone());
+        StepLoop::new(scheduler(config).with_kv_groups(groups.clone()), executor)
+    });
     let arenas = (prefill.executor().arena(), decode.executor().arena());
     Pair::new(prefill, decode, arenas)
 }
@@ -243,13 +250,16 @@ proptest! {
             (1..75usize, 1..30u32, prop::bool::weighted(0.15), 0..40usize, any::<bool>()),
             1..15,
         ),
+        groups in common::kv_groups(),
         luck in any::<u64>(),
     ) {
         let config = |blocks| SchedulerConfig {
             tail_tokens,
             ..unbounded_waits(limits(slots, 32, blocks, depth))
         };
-        let mut pair = pair_of([prefill_blocks, decode_blocks].map(config));
+        let count = groups.count() as u32;
+        let configs = [prefill_blocks, decode_blocks].map(|blocks| config(blocks * count));
+        let mut pair = pair_with_groups(configs, &groups);
         let (mut all, mut cancels) = (Vec::new(), Vec::new());
         for (id, (len, max_tokens, cancelled, cancel_after, alone)) in (0..).zip(requests) {
             // Few distinct prompts, so that prefixes are shared.

@@ -13,7 +13,7 @@ use engine::{
     executor::ExecutorLimits,
     tiers::{TierAdmission, TierConfig},
 };
-use kernels::sampling::Sampling;
+use kernels::{KvGroups, sampling::Sampling};
 use proptest::prelude::*;
 
 #[derive(Clone, Debug)]
@@ -150,13 +150,14 @@ fn sequence(
 fn run_events(
     config: SchedulerConfig,
     tiers: Option<TierConfig>,
+    groups: KvGroups,
     host_slots: u32,
     events: Vec<Event>,
 ) {
-    let mut node = match tiers {
-        Some(tiers) => Node::with_tiers(config, tiers),
-        None => Node::new(config),
-    };
+    let mut node = Node::with_groups(config, tiers, groups);
+    if tiers.is_some() {
+        node.recover(Vec::new(), true);
+    }
     node.grow_host(host_slots);
     let mut next_id = 0;
     for event in events {
@@ -231,6 +232,7 @@ proptest! {
         short_limits in any::<bool>(),
         drafts in prop::option::of((1..40u32, 1..64u32)),
         tiers in prop::option::of((0..40u32, 0..20u32, any::<bool>(), 1..500u64)),
+        groups in common::kv_groups(),
         events in prop::collection::vec(event(), 1..120),
     ) {
         let speculation = drafts.map(|(row_drafts, step_tokens)| speculation(row_drafts, step_tokens));
@@ -260,14 +262,19 @@ proptest! {
         } else {
             config
         };
+        let blocks_min = 7 * groups.count() as u32;
+        let config = SchedulerConfig {
+            limits: ExecutorLimits { blocks: blocks.max(blocks_min), ..limits },
+            ..config
+        };
         let host_slots = tiers.map_or(0, |(_, host_slots, ..)| host_slots);
-        let tiers = tiers.map(|(disk_slots, host_slots, always, timeout_ms)| TierConfig {
+        let tiers = tiers.filter(|_| groups.count() == 1).map(|(disk_slots, host_slots, always, timeout_ms)| TierConfig {
             admission: if always { TierAdmission::Always } else { TierAdmission::SecondTouch },
             host: host_slots > 0,
             sessions: always,
             disk_slots,
             load_timeout: Duration::from_millis(timeout_ms),
         });
-        run_events(config, tiers, host_slots, events);
+        run_events(config, tiers, groups, host_slots, events);
     }
 }

@@ -9,7 +9,7 @@ mod rope_parameters;
 use std::{num::NonZeroUsize, ops::RangeInclusive, path::Path};
 
 use kernels::{
-    Dtype, KvLayout, Shard,
+    Dtype, KvGroups, KvLayout, Shard,
     backend::{HeadShape, NormSpan},
     shard::RANKS_MAX,
 };
@@ -345,6 +345,11 @@ impl ModelConfig {
             kv_heads: shard.part(self.kv_head_count).len(),
             head_dim: self.head_dim,
         }
+    }
+
+    /// Returns the KV groups: the layers by their windows.
+    pub fn kv_groups(&self) -> KvGroups {
+        KvGroups::of_windows(&self.layers.iter().map(LayerSpec::window).collect::<Vec<_>>())
     }
 
     /// Returns the KV layout of a block with all layers and heads.

@@ -17,7 +17,7 @@ use engine::{
     },
 };
 use kernels::{
-    KvArena, KvLayout, WeightFormat,
+    KvArena, KvGroups, KvLayout, WeightFormat,
     cpu::{CpuBackend, CpuGroup, CpuOptions},
     cuda::{
         Context, CudaBackend, CudaError, CudaOptions, DeviceKv, Driver, KernelLibrary, Link,
@@ -257,7 +257,11 @@ pub(crate) fn start_gpu(
     let is_rank = rank.is_some();
     let of = backend.group().map_or(1, |group| group.ranks());
     let set = settings::block_count_set(node, layout)?;
-    let limits_of = |blocks| settings::executor_limits(node, sizes, checkpoint.config(), blocks);
+    let limits_of = |blocks| {
+        let model = checkpoint.config();
+        let groups = KvGroups::whole(model.layer_count);
+        settings::executor_limits(node, sizes, model, &groups, blocks)
+    };
     let limits = limits_of(set.unwrap_or(u32::MAX))?;
     let mut model = CudaModel::load(checkpoint, backend, &limits, &mut load_log())?;
     let times = model.times();
@@ -329,7 +333,8 @@ pub(crate) fn start_cpu(
 ) -> Result<CpuExecutor, NodeStartError> {
     let node = &config.node;
     let blocks = arena.block_count();
-    let limits = settings::executor_limits(node, sizes, checkpoint.config(), blocks)?;
+    let model = checkpoint.config();
+    let limits = settings::executor_limits(node, sizes, model, &model.kv_groups(), blocks)?;
     let weights = settings::weight_format(config.model.dtype);
     let options = CpuOptions { weights, threads, isa: settings::isa(node.isa) };
     let mut backend = CpuBackend::on(options, cpus)?;

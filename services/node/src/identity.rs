@@ -3,22 +3,24 @@
 
 use cluster::{ModelIdentity, NodeRecord};
 use engine::CacheSeeds;
-use kernels::{BLOCK_TOKENS, KvLayout, WeightFormat};
+use kernels::{BLOCK_TOKENS, KvGroups, KvLayout, WeightFormat};
 use kv_transfer::control;
 use weight_transfer::WeightVersion;
 
 use crate::attempt::AttemptLimits;
 
-/// Returns the identity that must be equal on two nodes that exchange KV.
+/// Returns the identity that must be equal on two nodes that exchange KV. `layout` is the layout of
+/// a block with all heads.
 pub fn model_identity(
     model_fingerprint: u128,
     weights: WeightFormat,
     layout: KvLayout,
+    groups: &KvGroups,
 ) -> ModelIdentity {
     ModelIdentity {
         model_fingerprint,
         weight_version: WeightVersion::LOADED.0,
-        kv_layout: layout.to_string(),
+        kv_layout: groups.describe(layout),
         block_size: BLOCK_TOKENS as u32,
         // KV of other weights has the same layout but different values.
         dtype: weights.to_string(),
@@ -53,14 +55,32 @@ pub fn attempt_limits(record: &NodeRecord) -> AttemptLimits {
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroUsize;
+
     use super::*;
+
+    #[test]
+    fn nodes_of_other_kv_groups_are_not_paired() {
+        let dtype = WeightFormat::F32.kv_dtype();
+        let whole = KvLayout { layer_count: 2, kv_head_count: 3, head_dim: 64, dtype };
+        let identity = |windows: [usize; 2]| {
+            let groups = KvGroups::of_windows(&windows.map(NonZeroUsize::new));
+            model_identity(7, WeightFormat::F32, groups.block_layout(whole), &groups)
+        };
+        let lists = [[0, 0], [9, 9], [8, 8], [9, 0], [0, 9], [9, 8]].map(identity);
+        for (index, one) in lists.iter().enumerate() {
+            for (other_index, other) in lists.iter().enumerate() {
+                assert_eq!(one.fits(other), index == other_index, "{one:?} {other:?}");
+            }
+        }
+    }
 
     #[test]
     fn nodes_of_other_weight_formats_are_not_paired() {
         let identity = |weights: WeightFormat| {
             let dtype = weights.kv_dtype();
             let layout = KvLayout { layer_count: 2, kv_head_count: 3, head_dim: 64, dtype };
-            model_identity(7, weights, layout)
+            model_identity(7, weights, layout, &KvGroups::default())
         };
         let (bf16, q8) = (identity(WeightFormat::Bf16), identity(WeightFormat::Q8));
         assert_eq!(bf16.kv_layout, q8.kv_layout);

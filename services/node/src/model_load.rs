@@ -13,7 +13,7 @@ use engine::{
     defaults::{self, Defaults, NodeDevice, NodeTraits},
     executor::{Executor, StepTimes},
 };
-use kernels::{KvArena, cpu::affinity};
+use kernels::{KvArena, KvGroups, KvLayout, cpu::affinity};
 use model::{Checkpoint, ModelConfig, ModelError};
 use telemetry::Metrics;
 use tracing::info;
@@ -137,10 +137,11 @@ fn load_weights(
     let started = Instant::now();
     let model = checkpoint.config();
     let weights = settings::weight_format(config.model.dtype);
-    let layout = model.kv_layout(weights.kv_dtype());
+    let whole = model.kv_layout(weights.kv_dtype());
+    let cpu_layout = settings::cpu_layout(model, weights);
     let tp = config.node.tp;
     tensor_parallel::check(model, &config.node)?;
-    let kv_bytes = |blocks: u32| u64::from(blocks) * layout.block_bytes() as u64;
+    let kv_bytes = |layout: KvLayout, blocks: u32| u64::from(blocks) * layout.block_bytes() as u64;
     let share = MemoryShare::of_node(config.node.nodes_per_container);
     let traits = |device| settings::node_traits(config, role, model, device);
     let (mut executor, arena, traits, cpus, cpu_fallback): (Box<dyn Executor>, _, _, _, _) = if tp
@@ -159,8 +160,9 @@ fn load_weights(
         })?;
         let sizes = batch_sizes(&traits)?;
         if gpus.is_none() {
-            let blocks = settings::block_count(&config.node, layout)?;
-            memory_limit::check(share, u64::from(tp) * traits.model.weights, kv_bytes(blocks))?;
+            let blocks = settings::block_count(&config.node, cpu_layout)?;
+            let kv = kv_bytes(cpu_layout, blocks);
+            memory_limit::check(share, u64::from(tp) * traits.model.weights, kv)?;
         }
         let (executor, arena) =
             tensor_parallel::start(config, epoch, path, checkpoint, gpus, sizes)?;
@@ -171,15 +173,15 @@ fn load_weights(
                 let traits = traits(device::memory(config, [backend.context()])?)?;
                 let sizes = batch_sizes(&traits)?;
                 let ReadyGpu { executor, arena, .. } =
-                    device::start_gpu(backend, config, checkpoint, layout, sizes, None)?;
+                    device::start_gpu(backend, config, checkpoint, whole, sizes, None)?;
                 (Box::new(executor), arena, traits, Vec::new(), None)
             }
             ChosenDevice::Cpu { fallback } => {
                 let traits = traits(NodeDevice::Cpu)?;
                 let sizes = batch_sizes(&traits)?;
-                let blocks = settings::block_count(&config.node, layout)?;
-                memory_limit::check(share, traits.model.weights, kv_bytes(blocks))?;
-                let arena = KvArena::host(layout, blocks)?;
+                let blocks = settings::block_count(&config.node, cpu_layout)?;
+                memory_limit::check(share, traits.model.weights, kv_bytes(cpu_layout, blocks))?;
+                let arena = KvArena::host(cpu_layout, blocks)?;
                 let threads = (threads, &cpus[..]);
                 let executor = device::start_cpu(config, checkpoint, threads, &arena, sizes, None)?;
                 (Box::new(executor), arena, traits, cpus, fallback)
@@ -187,7 +189,11 @@ fn load_weights(
         }
     };
     let is_gpu = matches!(traits.device, NodeDevice::Gpu { .. });
-    let host_bytes = host_bytes(&traits, tp, kv_bytes(arena.block_count()));
+    let (layout, groups) = match is_gpu {
+        true => (whole, KvGroups::whole(model.layer_count)),
+        false => (cpu_layout, model.kv_groups()),
+    };
+    let host_bytes = host_bytes(&traits, tp, kv_bytes(layout, arena.block_count()));
     let slots = executor.adapter_slots();
     let adapters = NodeAdapters::start(config, model, is_gpu, slots, host_bytes)?;
     let fingerprint = fingerprint()?;
@@ -207,7 +213,7 @@ fn load_weights(
     let defaults = defaults::derive(&traits, times.as_ref()).map_err(SettingsError::from)?;
     let reasons: Vec<String> = defaults.reasons.iter().map(ToString::to_string).collect();
     info!("derived the settings that are auto: {}", reasons.join("; "));
-    let identity = identity::model_identity(fingerprint, weights, layout);
+    let identity = identity::model_identity(fingerprint, weights, layout, &groups);
     let loaded = Loaded {
         path: path.to_owned(),
         model: model.clone(),

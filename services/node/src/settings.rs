@@ -9,7 +9,7 @@ use engine::{
     executor::{ExecutorLimits, Speculation},
 };
 use kernels::{
-    BLOCK_TOKENS, KvLayout, Shard, WeightFormat,
+    KvGroups, KvLayout, Shard, WeightFormat,
     cpu::{Isa, affinity, threads::THREADS_MAX},
 };
 use kv_transfer::{
@@ -107,6 +107,12 @@ pub(crate) fn block_count_set(
     }
 }
 
+/// Returns the layout of a block on CPUs: the layers of one KV group. On GPUs a block has all
+/// layers, because their kernels read one block table.
+pub(crate) fn cpu_layout(model: &ModelConfig, weights: WeightFormat) -> KvLayout {
+    model.kv_groups().block_layout(model.kv_layout(weights.kv_dtype()))
+}
+
 fn blocks_of(bytes: u64, layout: KvLayout) -> Result<u32, SettingsError> {
     let block_bytes = layout.block_bytes();
     // The maximum of `node.blocks`.
@@ -151,7 +157,10 @@ pub(crate) fn node_traits(
 ) -> Result<NodeTraits, SettingsError> {
     let (node, transfer) = (&config.node, &config.transfer);
     let weights = weight_format(config.model.dtype);
-    let layout = model.kv_layout(weights.kv_dtype());
+    let layout = match device {
+        NodeDevice::Cpu => cpu_layout(model, weights),
+        NodeDevice::Gpu { .. } => model.kv_layout(weights.kv_dtype()),
+    };
     let ranks = node.tp as usize;
     let shard = shard(node, model, 0);
     let kv_bytes = block_count_set(node, layout)?
@@ -223,6 +232,7 @@ pub(crate) fn executor_limits(
     node: &config::Node,
     sizes: BatchSizes,
     model: &ModelConfig,
+    groups: &KvGroups,
     blocks: u32,
 ) -> Result<ExecutorLimits, SettingsError> {
     let context_tokens = model.context_tokens;
@@ -233,7 +243,7 @@ pub(crate) fn executor_limits(
         Some(value) => value,
         None => u32::try_from(context_tokens).unwrap_or(u32::MAX),
     };
-    let pool_tokens = blocks.saturating_mul(BLOCK_TOKENS as u32);
+    let pool_tokens = u32::try_from(groups.tokens(blocks as usize)).unwrap_or(u32::MAX);
     Ok(ExecutorLimits {
         slots: sizes.slots,
         step_tokens: sizes.step_tokens,

@@ -25,7 +25,7 @@ use engine::executor::{
     cuda::{CudaExecutorError, CudaRank},
 };
 use kernels::{
-    KvArena, KvLayout,
+    KvArena, KvGroups, KvLayout,
     cpu::{CpuGroup, affinity},
     cuda::{IpcMemory, RankedKv},
     peer::PeerMemory,
@@ -100,14 +100,18 @@ pub(crate) fn start(
     sizes: BatchSizes,
 ) -> Result<(RankGroup, Arc<KvArena>), NodeStartError> {
     let (model, of) = (checkpoint.config(), config.node.tp);
-    let layout = model.kv_layout(settings::weight_format(config.model.dtype).kv_dtype());
+    let weights = settings::weight_format(config.model.dtype);
+    let (layout, groups) = match &gpus {
+        Some(_) => (model.kv_layout(weights.kv_dtype()), KvGroups::whole(model.layer_count)),
+        None => (settings::cpu_layout(model, weights), model.kv_groups()),
+    };
     // On GPUs the default is as many blocks as fit.
     let blocks = match &gpus {
         Some(_) => settings::block_count_set(&config.node, layout)?.unwrap_or(u32::MAX),
         None => settings::block_count(&config.node, layout)?,
     };
     // An invalid setting is reported here once instead of by each rank.
-    settings::executor_limits(&config.node, sizes, model, blocks)?;
+    settings::executor_limits(&config.node, sizes, model, &groups, blocks)?;
     for name in sweep() {
         info!(
             owner = name.owner,
@@ -119,7 +123,11 @@ pub(crate) fn start(
     let start = |blocks, gpus| {
         let model = path.as_os_str().as_encoded_bytes().to_vec();
         let start = RankStart { model, region: name.file_name(), blocks, gpus, sizes };
-        RankGroup::start(GroupSettings::new(epoch, of, start.encode()), RankSpec::command)
+        let settings = GroupSettings {
+            kv_groups: groups.clone(),
+            ..GroupSettings::new(epoch, of, start.encode())
+        };
+        RankGroup::start(settings, RankSpec::command)
     };
     let (group, arena) = match gpus {
         None => {
@@ -232,7 +240,7 @@ fn on_cpu(
     let _confined = confined.map_err(NodeStartError::Affinity)?;
     let checkpoint = opened(config, start)?;
     let weights = settings::weight_format(config.model.dtype);
-    let layout = checkpoint.config().kv_layout(weights.kv_dtype());
+    let layout = settings::cpu_layout(checkpoint.config(), weights);
     let bytes = region_bytes(layout, start.blocks, spec.of);
     let region = SharedRegion::open(region, bytes)?;
     let arena = KvArena::shared(layout, start.blocks, &region, arena_at(spec.of))?;

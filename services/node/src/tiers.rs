@@ -72,13 +72,17 @@ pub(crate) struct OpenTiers {
 impl OpenTiers {
     /// Opens the tiers that are configured. A tier that cannot serve is reported and left out. May
     /// take seconds.
-    pub(crate) fn open(config: &Config, arena: &KvArena) -> Option<Self> {
+    pub(crate) fn open(config: &Config, arena: &KvArena, kv_groups: usize) -> Option<Self> {
         let tier = &config.tier;
         if tier.disk_path.is_none() && tier.host_memory.bytes() == 0 {
             return None;
         }
         if !config.node.prefix_cache {
             warn!("the node serves without tiers: node.prefix_cache = false; expected true");
+            return None;
+        }
+        if kv_groups > 1 {
+            warn!(kv_groups, "the node serves without tiers: expected a model with one KV group");
             return None;
         }
         let pin_limits = PinLimits::of_node(config.node.nodes_per_container);

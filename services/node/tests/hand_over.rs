@@ -78,6 +78,43 @@ async fn handed_over_answer_equals_one_of_a_single_node() {
     pair.stop().await;
 }
 
+/// Alternate layers have a window of 40 tokens, so prompts are up to twelve windows long.
+async fn windowed_model_is_handed_over_as_on_one_node() {
+    let model = windowed_model(40);
+    let settings = |blocks| dummy_settings(model.path(), &[("node.blocks", blocks)]);
+    let p = TestNode::start(Role::Prefill, settings("128")).await;
+    let d = TestNode::start(Role::Decode, settings("70")).await;
+    let identity = d.node.record().identity.clone();
+    assert_eq!(
+        identity.kv_layout,
+        "layers=2 halves=kv heads=2 tokens=16 dim=16 windows=all,40 groups=1010"
+    );
+    let block_bytes = 2 * 2 * 2 * 16 * 16 * 4;
+    for (seed, length) in [17, 40, 64, 130, 500].into_iter().enumerate() {
+        let prompt = dummy_prompt(length, seed as u32);
+        let attempted = attempt(&prompt, 60);
+        let (_, decoded) = hand_over(&p.side(), &d.side(), &attempted).await;
+        let alone = v1::Attempt { cache_salt: "alone".into(), ..attempt(&prompt, 60) };
+        assert_eq!(decoded.ids, d.side().local_prefill(&alone).await.ids, "{length} tokens");
+        // All blocks of one group, and of the other those in the window of the first new token.
+        let blocks = length.div_ceil(16);
+        let behind = (length + 1_usize).saturating_sub(40) / 16;
+        let sent = decoded.finished.expect("it ended").received_bytes;
+        assert_eq!(sent, ((2 * blocks - behind) * block_bytes) as u64);
+    }
+    let other = windowed_model(24);
+    let odd = TestNode::start(Role::Prefill, dummy_settings(other.path(), &[])).await;
+    let (prefilled, _) = hand_over(&odd.side(), &d.side(), &attempt(&dummy_prompt(80, 1), 5)).await;
+    let failure = prefilled.failure.expect("the windows differ");
+    for word in ["kv_layout", "windows=all,24", "windows=all,40"] {
+        assert!(failure.message.contains(word), "{} lacks {word}", failure.message);
+    }
+    for node in [p, d, odd] {
+        node.side().observe().await.until(is_free).await;
+        node.stop().await;
+    }
+}
+
 async fn prompt_logprobs_come_from_the_node_that_prefills() {
     let pair = Pair::start(&[], &[]).await;
     let scored = |tokens: &[u32]| {
@@ -574,6 +611,7 @@ async fn killed_decode_node_releases_the_blocks_of_the_prefill_node() {
 fn main() -> std::process::ExitCode {
     let tests = test_harness::async_tests![
         handed_over_answer_equals_one_of_a_single_node,
+        windowed_model_is_handed_over_as_on_one_node,
         prompt_logprobs_come_from_the_node_that_prefills,
         concurrent_hand_overs_do_not_mix,
         later_attempt_continues_after_the_emitted_tokens,

@@ -26,7 +26,7 @@ use engine::{
     executor::{CollectWaker, Executor, ExecutorError, ExecutorLimits, WeightUpdate, poll},
     plan::{RowMask, Span, StepId, StepPlan, StepResult, StepRun},
 };
-use kernels::shared::RegionName;
+use kernels::{KvGroups, shared::RegionName};
 use tracing::warn;
 
 pub use self::failure::{GroupError, RankFailure};
@@ -56,6 +56,8 @@ pub struct GroupSettings {
     /// Distinguishes the groups of one process.
     pub number: u32,
     pub ranks: u32,
+    /// KV groups of the block tables.
+    pub kv_groups: KvGroups,
     /// Start message, passed to the `make` of every rank.
     pub start_message: Vec<u8>,
     /// Time for all ranks to become ready.
@@ -74,6 +76,7 @@ impl GroupSettings {
             epoch,
             number: 0,
             ranks,
+            kv_groups: KvGroups::default(),
             start_message,
             // Loading weights is bound by the disk.
             start_within: Duration::from_secs(1800),
@@ -470,6 +473,10 @@ impl Executor for RankGroup {
 
     fn limits(&self) -> ExecutorLimits {
         self.limits.expect("a group that has started knows its limits")
+    }
+
+    fn kv_groups(&self) -> KvGroups {
+        self.settings.kv_groups.clone()
     }
 
     fn waker(&self) -> CollectWaker {

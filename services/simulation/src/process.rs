@@ -21,7 +21,7 @@ use engine::{
     event::Load,
     tiers::{Tier, TierEvent},
 };
-use kernels::{Dtype, KvLayout, WeightFormat};
+use kernels::{Dtype, KvGroups, KvLayout, WeightFormat};
 use kv_transfer::{
     TransferLimits,
     api::{Command, Epoch, Peer, TransferId},
@@ -114,7 +114,12 @@ impl Process {
     ) -> Self {
         let name = format!("{}-{host}", plan.role);
         let tokens_max = plan.longest_sequence();
-        let identity = identity::model_identity(model.fingerprint, WeightFormat::F32, KV_LAYOUT);
+        let identity = identity::model_identity(
+            model.fingerprint,
+            WeightFormat::F32,
+            KV_LAYOUT,
+            &KvGroups::default(),
+        );
         assert_eq!(KV_LAYOUT.block_bytes(), BLOCK_BYTES);
         let record = NodeRecord {
             node_id: NodeId::parse(&name).expect("a plain name"),

@@ -189,7 +189,7 @@ impl AttentionCall<'_> {
     unsafe fn segment(&self, work: &TileWork<'_>, segment: usize, tile: &mut PairsTile) {
         let blocks = work.blocks.start.max(segment * SEGMENT_BLOCKS)
             ..work.blocks.end.min((segment + 1) * SEGMENT_BLOCKS);
-        let table = &self.step.tables[work.tile.sequence.table.clone()];
+        let (table, layer) = self.step.table(self.layer, work.tile.sequence);
         let first_position = work.tile.first_position();
         tile.begin_segment();
         let span_parts = |span: usize| -> SpanParts<'_> {
@@ -198,8 +198,7 @@ impl AttentionCall<'_> {
                 if !blocks.contains(&number) {
                     return (&[][..], &[][..]);
                 }
-                let head =
-                    |half| self.step.access.head(table[number], self.layer, half, work.kv_head);
+                let head = |half| self.step.access.head(table[number], layer, half, work.kv_head);
                 (head(KvHalf::Key), head(KvHalf::Value))
             })
         };

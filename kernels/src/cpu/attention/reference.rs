@@ -31,7 +31,8 @@ fn all_queries<T: KvElement>(call: AttentionCall<'_>, out: &mut [f32]) {
                 let query = &qkv[row * shape.qkv_width() + head * dim..][..dim];
                 let kv_head = head / (shape.query_heads / shape.kv_heads);
                 let mut state = Softmax::new(dim);
-                for (index, &block) in step.tables[sequence.table.clone()].iter().enumerate() {
+                let (table, layer) = step.table(layer, sequence);
+                for (index, &block) in table.iter().enumerate() {
                     let offset_in_block =
                         |token: usize| token.saturating_sub(index * BLOCK_TOKENS).min(BLOCK_TOKENS);
                     let tokens = offset_in_block(begin)..offset_in_block(end);

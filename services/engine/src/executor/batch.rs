@@ -16,7 +16,7 @@ mod token_count;
 use std::{ops::Range, sync::Arc};
 
 use kernels::{
-    BlockId,
+    BlockId, KvGroups,
     sampling::{SampledToken, Sampling, TokenMask},
 };
 pub(super) use token_count::TokenCount;
@@ -63,6 +63,7 @@ pub(super) struct BatchRow<T = Vec<u32>> {
     pub prompt_len: usize,
     /// Tokens whose KV is computed after the running step.
     pub position: usize,
+    /// Block table. Its entries behind windows are meaningless.
     pub blocks: Vec<BlockId>,
     pub sampling: Sampling,
     /// Whether the row must not sample without a token bitmask.
@@ -123,13 +124,24 @@ impl ScheduledRow {
 pub(super) struct Batch<T = Vec<u32>> {
     rows: Vec<Option<BatchRow<T>>>,
     limits: ExecutorLimits,
+    kv_groups: KvGroups,
     /// Plans applied, the current one included.
     plans: u64,
 }
 
 impl<T: RowTokens> Batch<T> {
     pub(super) fn new(limits: ExecutorLimits) -> Self {
-        Self { rows: (0..limits.slots).map(|_| None).collect(), limits, plans: 0 }
+        Self {
+            rows: (0..limits.slots).map(|_| None).collect(),
+            limits,
+            kv_groups: KvGroups::default(),
+            plans: 0,
+        }
+    }
+
+    /// Sets the KV groups of the block tables. By default there is one.
+    pub(super) fn with_kv_groups(self, kv_groups: KvGroups) -> Self {
+        Self { kv_groups, ..self }
     }
 
     /// Applies the diff and advances the rows of the step by their tokens and draft tokens. An

@@ -18,7 +18,7 @@ use std::{
 };
 
 use kernels::{
-    Backend, KvArena, Shard,
+    Backend, KvArena, KvGroups, Shard,
     cpu::{
         CpuBackend, CpuError, CpuGroupError, CpuMatrix, CpuStep, CpuVector, SampleError, SampleRow,
         StepSequence,
@@ -57,6 +57,7 @@ pub enum CpuExecutorError {
 
 pub struct CpuExecutor {
     limits: ExecutorLimits,
+    kv_groups: KvGroups,
     shadow: Arc<CpuShadow>,
     adapters: Arc<CpuAdapters>,
     worker: Worker<ComputeJob, ComputeResult, ExecutorError>,
@@ -145,7 +146,8 @@ impl AdapterSlots for CpuAdapters {
 impl CpuExecutor {
     /// Packs the model's weights (a rank: its shard of them) and starts the thread. KV is computed
     /// into `arena`, which transfers share. A rank's arena has the blocks of all heads, or of its
-    /// own heads only. Calls `progress` after every matrix.
+    /// own heads only. The blocks hold the layers of one KV group, or all layers. Calls `progress`
+    /// after every matrix.
     ///
     /// # Errors
     /// When a weight cannot be read, or arena and limits do not match the model.
@@ -156,7 +158,7 @@ impl CpuExecutor {
         limits: ExecutorLimits,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Self, CpuExecutorError> {
-        let heads = check(checkpoint, &backend, &arena, limits)?;
+        let (heads, kv_groups) = check(checkpoint, &backend, &arena, limits)?;
         let largest_step = Limits {
             rows_max: limits.step_tokens as usize,
             sampled_max: limits.samples_max() as usize,
@@ -168,7 +170,7 @@ impl CpuExecutor {
             config: checkpoint.config().clone(),
             shard: backend.shard(),
         });
-        let batch = Batch::new(limits);
+        let batch = Batch::new(limits).with_kv_groups(kv_groups.clone());
         let packer = backend.packer()?;
         let shadow = CpuShadow { packer, is_in_place: false.into(), weights: Mutex::default() };
         let shadow = Arc::new(shadow);
@@ -177,6 +179,7 @@ impl CpuExecutor {
             backend,
             arena,
             heads,
+            kv_groups: kv_groups.clone(),
             limits,
             batch,
             awaiting: None,
@@ -186,7 +189,7 @@ impl CpuExecutor {
         let worker =
             Worker::start("baton-engine-cpu", 2 * limits.depth, move |job| runner.run(job))?;
         let (in_flight, awaiting, masks_are_due) = (0, None, false);
-        Ok(Self { limits, worker, in_flight, awaiting, masks_are_due, shadow, adapters })
+        Ok(Self { limits, kv_groups, worker, in_flight, awaiting, masks_are_due, shadow, adapters })
     }
 }
 
@@ -254,6 +257,10 @@ impl Executor for CpuExecutor {
         self.limits
     }
 
+    fn kv_groups(&self) -> KvGroups {
+        self.kv_groups.clone()
+    }
+
     fn waker(&self) -> CollectWaker {
         self.worker.waker()
     }
@@ -282,6 +289,7 @@ struct CpuRunner {
     arena: Arc<KvArena>,
     /// The arena's heads that this rank computes.
     heads: Range<usize>,
+    kv_groups: KvGroups,
     limits: ExecutorLimits,
     batch: Batch,
     /// The step whose token bitmasks come with the next job.
@@ -351,7 +359,7 @@ impl CpuRunner {
             .filter(|row| row.token_count > 0)
             .map(|row| step_sequence(&self.batch, row))
             .collect();
-        let step = CpuStep::of_heads(&self.arena, self.heads.clone(), &sequences);
+        let step = CpuStep::of_heads(&self.arena, self.heads.clone(), &self.kv_groups, &sequences);
         let bad = |reason| ExecutorError::BadPlan { step_id, reason };
         let mut step = step.map_err(|error| bad(error.to_string()))?;
         if !sequences.is_empty() {
@@ -480,16 +488,23 @@ fn row_failure(error: SampleError) -> RowFailure {
     }
 }
 
-/// Checks arena and limits against the model and returns the arena's heads that this rank computes.
+/// Checks arena and limits against the model. Returns the arena's heads that this rank computes,
+/// and the KV groups of the arena's blocks.
 fn check(
     checkpoint: &Checkpoint,
     backend: &CpuBackend,
     arena: &KvArena,
     limits: ExecutorLimits,
-) -> Result<Range<usize>, CpuExecutorError> {
+) -> Result<(Range<usize>, KvGroups), CpuExecutorError> {
     let (config, shard) = (checkpoint.config(), backend.shard());
     config.check_shard(shard)?;
-    let (found, wanted) = (arena.layout(), config.kv_layout(backend.weights().kv_dtype()));
+    let (found, whole) = (arena.layout(), config.kv_layout(backend.weights().kv_dtype()));
+    let groups = config.kv_groups();
+    let groups = match groups.block_layout(whole).layer_count == found.layer_count {
+        true => groups,
+        false => KvGroups::whole(config.layer_count),
+    };
+    let wanted = groups.block_layout(whole);
     let heads = shard.part(wanted.kv_head_count);
     let heads = match found {
         _ if found == wanted => heads,
@@ -497,5 +512,5 @@ fn check(
         _ => return Err(ModelMismatch::Layout { found, wanted }.into()),
     };
     limits.check(config, arena.block_count())?;
-    Ok(heads)
+    Ok((heads, groups))
 }

@@ -14,7 +14,7 @@ use std::{
 };
 
 use kernels::{
-    BLOCK_TOKENS, BlockId,
+    BLOCK_TOKENS, BlockId, KvGroups,
     sampling::{SampledToken, Sampling, TokenMask},
 };
 
@@ -180,6 +180,7 @@ pub struct SimExecutor {
     limits: ExecutorLimits,
     cost: CostModel,
     batch: Batch,
+    kv_groups: KvGroups,
     /// Fingerprints of each slot's tokens.
     histories: Vec<Vec<u64>>,
     arena: SimArena,
@@ -205,6 +206,7 @@ impl SimExecutor {
             limits,
             cost,
             batch: Batch::new(limits),
+            kv_groups: KvGroups::default(),
             histories: vec![Vec::new(); limits.slots as usize],
             arena: SimArena::new(limits.blocks),
             weight_version: 1,
@@ -216,6 +218,12 @@ impl SimExecutor {
             now: start,
             idle_from: start,
         }
+    }
+
+    /// Sets the KV groups. Each group has the KV of a position in a block of its own, and no step
+    /// reads the blocks behind its window.
+    pub fn with_kv_groups(self, kv_groups: KvGroups) -> Self {
+        Self { batch: self.batch.with_kv_groups(kv_groups.clone()), kv_groups, ..self }
     }
 
     /// Returns the KV memory, for the simulated transfer.
@@ -278,15 +286,18 @@ impl SimExecutor {
         let mut writers = HashMap::new();
         for row in scheduled {
             let table = &self.batch.row(row.slot).blocks;
-            for &block in &table[row.start / BLOCK_TOKENS..row.end().div_ceil(BLOCK_TOKENS)] {
+            let written = row.start / BLOCK_TOKENS * self.kv_groups.count();
+            for &block in &table[written..self.kv_groups.entries(row.end())] {
                 if writers.insert(block, row.slot).is_some() {
                     return Err(format!("block {} is written twice in one step", block.0));
                 }
             }
         }
         for (slot, row) in self.batch.rows() {
-            for block in &row.blocks {
-                if writers.get(block).is_some_and(|&writer| writer != slot) {
+            let blocks = row.blocks.len() / self.kv_groups.count();
+            for entry in self.kv_groups.needed(row.position, 0..blocks) {
+                let block = row.blocks[entry];
+                if writers.get(&block).is_some_and(|&writer| writer != slot) {
                     return Err(format!(
                         "block {} is written while slot {} has it in its table",
                         block.0, slot.0
@@ -297,14 +308,21 @@ impl SimExecutor {
         Ok(())
     }
 
-    /// Checks that every earlier position of the row holds the KV of the row's tokens.
+    /// Checks that every earlier position in the windows of the row holds the KV of the row's
+    /// tokens.
     fn check_reads(&self, row: &ScheduledRow) -> Result<(), String> {
         let table = &self.batch.row(row.slot).blocks;
         let history = &self.histories[row.slot.0 as usize];
         let kept = &self.kept_kv[row.slot.0 as usize];
         let arena = self.arena.lock();
-        for (position, &expected) in history.iter().enumerate().take(row.start) {
-            let block = table[position / BLOCK_TOKENS];
+        let blocks = 0..row.start.div_ceil(BLOCK_TOKENS);
+        let entries = self.kv_groups.needed(row.start, blocks);
+        let reads = entries.flat_map(|entry| {
+            let first = entry / self.kv_groups.count() * BLOCK_TOKENS;
+            (first..row.start.min(first + BLOCK_TOKENS)).map(move |position| (position, entry))
+        });
+        for (position, entry) in reads {
+            let (block, expected) = (table[entry], history[position]);
             let found = arena[block.index()][position % BLOCK_TOKENS];
             let kept = kept.iter().find(|(end, _)| position < *end);
             let weight_version = kept.map_or(self.weight_version, |(_, version)| *version);
@@ -324,10 +342,12 @@ impl SimExecutor {
         let table = &self.batch.row(row.slot).blocks;
         let history = &self.histories[row.slot.0 as usize];
         let mut arena = self.arena.lock();
+        let count = self.kv_groups.count();
         for position in row.start..row.end() {
-            let block = table[position / BLOCK_TOKENS];
             let kv = history[position] ^ salt(self.weight_version);
-            arena[block.index()][position % BLOCK_TOKENS] = kv;
+            for block in &table[position / BLOCK_TOKENS * count..][..count] {
+                arena[block.index()][position % BLOCK_TOKENS] = kv;
+            }
         }
     }
 

@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use kernels::{BLOCK_TOKENS, BlockId, sampling::Sampling};
+use kernels::{BlockId, sampling::Sampling};
 
 use super::{Executor, ExecutorError};
 use crate::plan::{AdmittedRow, RowPlan, Slot, StepPlan};
@@ -44,7 +44,7 @@ impl StepTimes {
     /// Measures on an executor that has no row and no step in flight.
     pub fn measure(executor: &mut dyn Executor) -> Result<Self, ExecutorError> {
         let limits = executor.limits();
-        let pool = limits.blocks.saturating_mul(BLOCK_TOKENS as u32);
+        let pool = executor.kv_groups().tokens(limits.blocks as usize) as u32;
         // A row that does not sample must be followed by at least one more prompt token.
         let context_tokens = limits.step_tokens.min(limits.sequence_tokens - 1).min(pool);
         let mut runner = StepTimer { executor, steps: 0, occupied: false };
@@ -108,8 +108,8 @@ impl StepTimer<'_> {
         samples: bool,
     ) -> Result<Duration, ExecutorError> {
         let known = position + tokens + u32::from(!samples);
-        let most = self.executor.limits().blocks;
-        let block_count = (known + DECODE_RUNS).div_ceil(BLOCK_TOKENS as u32).min(most);
+        let entries = self.executor.kv_groups().entries((known + DECODE_RUNS) as usize);
+        let block_count = self.executor.limits().blocks.min(entries as u32);
         let admitted = AdmittedRow {
             slot: SLOT,
             generation: 0,

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kernels::{BLOCK_TOKENS, BlockId, sampling::SampledToken};
+use kernels::{BLOCK_TOKENS, BlockId, KvGroups, NO_BLOCK, sampling::SampledToken};
 
 use super::{
     Scheduler,
@@ -12,7 +12,6 @@ use super::{
 use crate::{
     constraint::COMPILE_TIMEOUT,
     event::{Action, NewSequence, SequenceFailure, SequenceId, SequenceKind},
-    kv_blocks::blocks_for,
     tiers::TierStores,
 };
 
@@ -131,7 +130,8 @@ impl Scheduler {
         if !matches!(sequence.phase(), SequencePhase::AwaitingReady) {
             return;
         }
-        if first_block >= blocks_for(sequence.tokens.len()) {
+        let len = sequence.tokens.len();
+        if first_block as usize >= self.kv.sent(len, len.div_ceil(BLOCK_TOKENS)).count() {
             return self.fail(id, SequenceFailure::TransferFailed, actions);
         }
         // Reject the sender now: the change of the weights would fail it, and its receiver would
@@ -167,10 +167,13 @@ impl Scheduler {
         let SequencePhase::Reserved { prefix } = sequence.phase() else {
             unreachable!("a sequence with an incoming transfer is reserved");
         };
-        let blocks = [prefix.as_slice(), &reserved].concat();
-        let computed = sequence.tokens.len();
-        for (index, &block) in blocks.iter().enumerate().take(computed / BLOCK_TOKENS) {
-            publish(&mut self.kv, &mut self.tiers, sequence, index, block);
+        let (mut blocks, computed) = (prefix.clone(), sequence.tokens.len());
+        let first = prefix.len() / self.kv.groups.count();
+        blocks.resize(self.kv.groups.entries(computed), NO_BLOCK);
+        let entries = self.kv.groups.needed(computed, first..computed.div_ceil(BLOCK_TOKENS));
+        entries.zip(reserved).for_each(|(entry, block)| blocks[entry] = block);
+        for index in 0..computed / BLOCK_TOKENS {
+            publish(&mut self.kv, &mut self.tiers, sequence, index, &blocks);
         }
         sequence.kind = SequenceKind::Compute;
         // The prefill peer computed them and sends them to the router.
@@ -223,18 +226,19 @@ impl Scheduler {
         if self.unclaimed_slots() == 0 {
             return false;
         }
-        let Some((prefix, blocks_total)) = self.hold_prefix(id, actions) else { return false };
+        let Some((prefix, rest)) = self.hold_prefix(id, actions) else { return false };
         // The prefill peer waits for the reservation, so a load has the same time-out as a wait for
         // blocks. Both waits together stay below the peer's time-out (`ready_timeout`).
         let most = self.config.reserve_timeout;
         let Some(prefix) = self.load_prefix(id, prefix, most, actions) else { return true };
-        let rest = self.kv.reserve(blocks_total - prefix.len() as u32, id);
+        let rest = self.kv.reserve(rest, id);
         self.reserve_rest(id, prefix, rest.expect("availability was checked"), actions);
         true
     }
 
-    /// Holds the cached blocks of the sequence's prefix, and returns them with the number of all
-    /// blocks that the sequence needs. Returns `None` if too few blocks are available for the rest.
+    /// Holds the cached blocks of the sequence's prefix, and returns them with the number of blocks
+    /// that the sequence needs beside them. Returns `None` if too few blocks are available for the
+    /// rest.
     fn hold_prefix(
         &mut self,
         id: SequenceId,
@@ -242,11 +246,19 @@ impl Scheduler {
     ) -> Option<(Vec<BlockId>, u32)> {
         let headroom = self.headroom();
         let sequence = &self.sequences[id];
-        let blocks_total = blocks_for(sequence.tokens.len());
-        let tokens = sequence.cacheable_tokens();
-        let held = self.kv.hold_prefix(&sequence.chain, tokens, blocks_total, headroom);
-        let held = held.map_err(|needed| self.lacks_blocks(id, needed, actions));
-        held.ok().map(|prefix| (prefix, blocks_total))
+        let (tokens, groups) = (sequence.cacheable_tokens(), self.kv.groups.clone());
+        // A load from a tier writes the blocks in order, without gaps.
+        let is_received = sequence.kind == SequenceKind::Receive && self.tiers.is_none();
+        let len = sequence.tokens.len();
+        let rest = move |cached: usize| match is_received
+            && !is_prefilled_here(len, &groups, cached)
+        {
+            true => groups.needed(len, cached / groups.count()..len.div_ceil(BLOCK_TOKENS)).count(),
+            false => groups.entries(len) - cached,
+        };
+        let held =
+            self.kv.hold_prefix(&sequence.chain, tokens, |cached| rest(cached) as u32, headroom);
+        held.map_err(|needed| self.lacks_blocks(id, needed, actions)).ok()
     }
 
     /// Requests the KV of the reserved blocks `rest` from the prefill peer, or computes it here if
@@ -255,14 +267,14 @@ impl Scheduler {
         &mut self,
         id: SequenceId,
         mut prefix: Vec<BlockId>,
-        rest: Vec<BlockId>,
+        mut rest: Vec<BlockId>,
         actions: &mut Vec<Action>,
     ) {
         let sequence = self.sequences.known_mut(id);
-        sequence.set_cached(prefix.len());
+        let (computed, len) = (self.kv.groups.tokens(prefix.len()), sequence.tokens.len());
+        sequence.set_cached(computed);
         let cached_tokens = sequence.cached_tokens.unwrap_or(0);
-        let computed = prefix.len() * BLOCK_TOKENS;
-        let local_prefill = sequence.tokens.len() - computed < BLOCK_TOKENS;
+        let local_prefill = is_prefilled_here(len, &self.kv.groups, prefix.len());
         if local_prefill {
             self.kv.accept(&rest, id);
             prefix.extend(rest);
@@ -270,10 +282,17 @@ impl Scheduler {
             let table = SequenceBlocks { blocks: prefix, computed };
             self.sequences.set_phase(id, SequencePhase::Ready(table));
         } else {
-            let first_block = prefix.len() as u32;
+            let cached = computed / BLOCK_TOKENS;
+            let first_block = self.kv.sent(len, cached).count();
+            let sent = self.kv.sent(len, len.div_ceil(BLOCK_TOKENS)).count();
+            // Blocks that were reserved for a load, and that nothing will write.
+            let surplus = rest.split_off(sent - first_block);
+            self.kv.cancel_reservation(&surplus, id);
+            self.kv.release_behind(&mut prefix, len);
             self.sequences.set_phase(id, SequencePhase::Reserved { prefix });
             self.transfers.start_incoming(id, rest.clone());
-            actions.push(Action::Reserve { id, first_block, blocks: rest });
+            let first_block = first_block as u32;
+            actions.push(Action::Reserve { id, cached_tokens, first_block, blocks: rest });
         }
         self.sequences.clear_alarm(id);
         actions.push(Action::Admitted { id, cached_tokens, local_prefill });
@@ -309,7 +328,7 @@ impl Scheduler {
                 self.refuse_sends(actions);
                 return None;
             }
-            let Some((prefix, blocks_total)) = self.hold_prefix(id, actions) else {
+            let Some((prefix, rest)) = self.hold_prefix(id, actions) else {
                 if self.is_admitting {
                     self.sequences.compute_lacks_blocks();
                 }
@@ -319,12 +338,11 @@ impl Scheduler {
             let Some(mut blocks) = self.load_prefix(id, prefix, Duration::MAX, actions) else {
                 continue;
             };
-            let cached = blocks.len();
-            let rest = self.kv.allocate(blocks_total - cached as u32);
-            blocks.extend(rest.expect("availability was checked"));
-            self.report_admission(id, &blocks, cached, actions);
+            let computed = self.kv.groups.tokens(blocks.len());
+            blocks.extend(self.kv.allocate(rest).expect("availability was checked"));
+            self.report_admission(id, &blocks, computed, actions);
             let (slot, generation) = self.slots.occupy().expect("a slot is unclaimed");
-            let table = SequenceBlocks { blocks, computed: cached * BLOCK_TOKENS };
+            let table = SequenceBlocks { blocks, computed };
             let row = Row::new(slot, generation, table, self.sequences[id].tokens.len());
             self.sequences.set_phase(id, SequencePhase::Running(row));
             return Some(id);
@@ -347,27 +365,30 @@ impl Scheduler {
         }
     }
 
-    /// Reports that a sequence has `blocks`, whose first `cached` are written.
+    /// Reports that a sequence has `blocks`, which hold the KV of its first `computed` tokens.
     pub(super) fn report_admission(
         &mut self,
         id: SequenceId,
         blocks: &[BlockId],
-        cached: usize,
+        computed: usize,
         actions: &mut Vec<Action>,
     ) {
         let sequence = self.sequences.known_mut(id);
         if sequence.cached_tokens.is_none() {
-            sequence.set_cached(cached);
+            sequence.set_cached(computed);
             if sequence.kind == SequenceKind::Compute {
                 let cached_tokens = sequence.cached_tokens.unwrap_or(0);
                 actions.push(Action::Admitted { id, cached_tokens, local_prefill: true });
             }
         }
-        if sequence.kind == SequenceKind::Send
-            && let Some((first_block, blocks)) =
-                self.transfers.hand_over(id, blocks, cached, &mut self.kv)
-        {
-            actions.push(Action::KvWritten { id, first_block, blocks });
+        if sequence.kind == SequenceKind::Send {
+            let (len, written) = (sequence.given_len, computed / BLOCK_TOKENS);
+            let entries: Vec<_> = self.kv.sent(len, written).collect();
+            if let Some((first_block, blocks)) =
+                self.transfers.hand_over(id, blocks, &entries, &mut self.kv)
+            {
+                actions.push(Action::KvWritten { id, first_block, blocks });
+            }
         }
     }
 
@@ -388,10 +409,17 @@ impl Scheduler {
         [row_lacks, lacking.map_or(0, |(_, needed)| needed)]
     }
 
-    /// Returns the blocks to leave for the batch: one for each row, so that a new row is not
-    /// preempted in the next step. 0 when the batch is empty.
+    /// Returns the blocks to leave for the batch: one of each KV group for each row, so that a new
+    /// row is not preempted in the next step. 0 when the batch is empty.
     pub(super) fn headroom(&self) -> u32 {
         let (running, ready) = (self.sequences.running(), self.sequences.ready());
-        (running.len() + ready.len()) as u32 + self.sequences.loading_count()
+        let rows = (running.len() + ready.len()) as u32 + self.sequences.loading_count();
+        rows * self.kv.groups.count() as u32
     }
+}
+
+/// Returns whether a node that decodes a prompt of `len` tokens computes the rest of the prompt
+/// after `cached` table entries itself: the rest is less than a block.
+fn is_prefilled_here(len: usize, groups: &KvGroups, cached: usize) -> bool {
+    len - groups.tokens(cached) < BLOCK_TOKENS
 }

@@ -1,5 +1,7 @@
 //! Applies the result of a step.
 
+use std::mem;
+
 use kernels::{BLOCK_TOKENS, sampling::SampledToken};
 
 use super::{Scheduler, loading::publish, sequence::SequencePhase};
@@ -79,10 +81,13 @@ impl Scheduler {
         let written = row.published..confirmed / BLOCK_TOKENS;
         if !written.is_empty() {
             row.published = written.end;
-        }
-        for index in written {
-            let block = sequence.row().blocks[index];
-            publish(&mut self.kv, &mut self.tiers, sequence, index, block);
+            let mut blocks = mem::take(&mut row.blocks);
+            for index in written {
+                publish(&mut self.kv, &mut self.tiers, sequence, index, &blocks);
+            }
+            // Steps in flight begin at this position or later.
+            self.kv.release_behind(&mut blocks, computed);
+            sequence.row_mut().blocks = blocks;
         }
         let prompt_logprobs = match tokens.is_empty() {
             true => None,
@@ -114,9 +119,11 @@ impl Scheduler {
     /// last block once the `whole` prompt is computed.
     fn hand_over_written(&mut self, id: SequenceId, whole: bool, actions: &mut Vec<Action>) {
         let SequencePhase::Running(row) = self.sequences[id].phase() else { return };
-        let written = if whole { row.blocks.len() } else { row.computed / BLOCK_TOKENS };
+        let len = self.sequences[id].given_len;
+        let written = if whole { len.div_ceil(BLOCK_TOKENS) } else { row.computed / BLOCK_TOKENS };
+        let entries: Vec<_> = self.kv.sent(len, written).collect();
         if let Some((first_block, blocks)) =
-            self.transfers.hand_over(id, &row.blocks, written, &mut self.kv)
+            self.transfers.hand_over(id, &row.blocks, &entries, &mut self.kv)
         {
             actions.push(Action::KvWritten { id, first_block, blocks });
         }

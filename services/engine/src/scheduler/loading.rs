@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kernels::{BLOCK_TOKENS, BlockId};
+use kernels::{BLOCK_TOKENS, BlockId, NO_BLOCK};
 
 use super::{
     Scheduler,
@@ -12,7 +12,7 @@ use super::{
 use crate::{
     block_pool::BlockState,
     event::{Action, BlockHash, CacheChange, SequenceId, SequenceKind},
-    kv_blocks::{KvBlocks, blocks_for},
+    kv_blocks::{KvBlocks, blocks_of},
     tiers::{
         FinishedLoad, JobId, NoSource, SaveSource, Tier, TierConfig, TierEvent, TierStats,
         TierStores,
@@ -22,7 +22,11 @@ use crate::{
 impl Scheduler {
     /// Turns the tiers on. Without them the scheduler emits no [`Action::Save`] and no
     /// [`Action::Load`].
+    ///
+    /// # Panics
+    /// With several KV groups: the tiers keep one block under a key.
     pub fn with_tiers(mut self, config: TierConfig, now: Instant) -> Self {
+        assert_eq!(self.kv.groups.count(), 1, "tiers keep one KV group");
         self.tiers = Some(TierStores::new(config, self.config.limits.blocks, now));
         self.sessions = config.sessions.then(SequenceSessions::default);
         self
@@ -157,7 +161,7 @@ impl Scheduler {
         if count == 0 {
             return Some(prefix);
         }
-        let rest = blocks_for(sequence.tokens.len()) - resident as u32;
+        let rest = self.kv.entries(sequence.tokens.len()) - resident as u32;
         let reserved = self.kv.reserve(rest, id).expect("availability was checked");
         let (chain, tokens) = (&sequence.chain, &sequence.tokens);
         let contents = (resident..).map(|index| chain.contents(tokens, index));
@@ -184,18 +188,19 @@ impl Scheduler {
         let (written, rest) = load.blocks.split_at(intact);
         self.kv.accept(written, id);
         for (index, &block) in (prefix.len()..).zip(written) {
-            self.kv.publish(&sequence.chain, &sequence.tokens, index, block);
+            self.kv.publish(&sequence.chain, &sequence.tokens, (index, 0), block);
         }
         prefix.extend_from_slice(written);
+        let computed = self.kv.groups.tokens(prefix.len());
+        self.kv.release_behind(&mut prefix, computed);
         if sequence.kind == SequenceKind::Receive {
             return self.reserve_rest(id, prefix, rest.to_vec(), actions);
         }
         self.kv.accept(rest, id);
-        let cached = prefix.len();
         prefix.extend_from_slice(rest);
-        self.report_admission(id, &prefix, cached, actions);
+        self.report_admission(id, &prefix, computed, actions);
         self.sequences.clear_alarm(id);
-        let table = SequenceBlocks { blocks: prefix, computed: cached * BLOCK_TOKENS };
+        let table = SequenceBlocks { blocks: prefix, computed };
         self.sequences.set_phase(id, SequencePhase::Ready(table));
     }
 
@@ -232,6 +237,7 @@ impl Scheduler {
             SequencePhase::Ready(table) => &table.blocks,
             _ => &[],
         };
+        let blocks = &blocks_of(blocks).collect::<Vec<_>>();
         let share = blocks.len() as f32 / self.config.limits.blocks as f32;
         let cost = (tiers.restore_time(blocks.len()), share);
         let place = turn.session_place();
@@ -259,21 +265,25 @@ impl Scheduler {
     }
 }
 
-/// Adds block `index` of the sequence, whose KV is written, to the prefix cache and to the written
-/// blocks of the tiers. Does nothing if the KV depends on earlier weights.
+/// Adds the blocks `index` of the sequence's block table, whose KV is written, to the prefix cache
+/// and to the written blocks of the tiers. Does nothing if the KV depends on earlier weights.
 pub(super) fn publish(
     kv: &mut KvBlocks,
     tiers: &mut Option<TierStores>,
     sequence: &mut Sequence,
     index: usize,
-    block: BlockId,
+    table: &[BlockId],
 ) {
     // The KV of an embedded text would evict prompts that come again.
     if sequence.has_old_kv || sequence.sampling.pooling.is_some() {
         return;
     }
-    kv.publish(&sequence.chain, &sequence.tokens, index, block);
-    let Some(tiers) = tiers else { return };
+    let count = kv.groups.count();
+    let blocks = &table[index * count..][..count];
+    for (group, &block) in blocks.iter().enumerate().filter(|(_, block)| **block != NO_BLOCK) {
+        kv.publish(&sequence.chain, &sequence.tokens, (index, group), block);
+    }
+    let Some(tiers) = tiers.as_mut().filter(|_| blocks[0] != NO_BLOCK) else { return };
     let (key, parent) = (sequence.chain.hashes()[index], sequence.chain.parent(index));
     let is_counted = index < sequence.counted_blocks;
     sequence.counted_blocks = sequence.counted_blocks.max(index + 1);

@@ -11,7 +11,6 @@ use super::{
 use crate::{
     event::{Action, SequenceId, SequenceKind},
     executor::Speculation,
-    kv_blocks::blocks_for,
     plan::{AdmittedRow, RowPlan, StepId, StepPlan},
     step_record::StepWork,
 };
@@ -129,7 +128,7 @@ impl Scheduler {
                 index += 1;
                 continue;
             }
-            let missing = sequence.row().missing_blocks(count);
+            let missing = sequence.row().missing_blocks(count, &self.kv.groups);
             if missing == 0 {
                 // Fast path of most rows: it looks the sequence up once.
                 advance(sequence, id, step_id, count, builder);
@@ -361,11 +360,10 @@ impl Scheduler {
     }
 
     /// Returns how many of `count` further positions fit into the row's blocks. Adds missing blocks
-    /// if every row of the batch could still get one more block.
+    /// if every row of the batch could still get one more block of each KV group.
     fn cover(&mut self, id: SequenceId, count: usize, builder: &mut PlanBuilder) -> u32 {
         let headroom = self.headroom();
-        let row = self.sequences[id].row();
-        let missing = blocks_for(row.launched + count).saturating_sub(row.blocks.len() as u32);
+        let missing = self.sequences[id].row().missing_blocks(count as u32, &self.kv.groups);
         if missing > 0
             && self.kv.pool.available() >= missing + headroom
             && let Some(blocks) = self.kv.allocate(missing)
@@ -373,7 +371,7 @@ impl Scheduler {
             self.append(id, blocks, builder);
         }
         let row = self.sequences[id].row();
-        count.min(row.blocks.len() * BLOCK_TOKENS - row.launched) as u32
+        count.min(self.kv.groups.tokens(row.blocks.len()) - row.launched) as u32
     }
 
     /// Preempts a sequence: it loses its slot and blocks, and returns to its place in the queue.

@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Instant};
 
 use kernels::{
-    BLOCK_TOKENS, BlockId,
+    BLOCK_TOKENS, BlockId, KvGroups,
     sampling::{SampledToken, Sampling, TokenLogprobs},
 };
 
@@ -12,7 +12,6 @@ use crate::{
     adapter::LoadedAdapter,
     constraint::{ActiveConstraint, ConstraintFailure},
     event::{FinishReason, NewSequence, SequenceKind, SessionHint},
-    kv_blocks::blocks_for,
     plan::{Generation, Slot, StepId},
     prefix_cache::{CacheSeeds, HashChain},
     tiers::JobId,
@@ -107,7 +106,7 @@ pub(super) struct SequenceBlocks {
 pub(super) struct Row {
     pub(super) slot: Slot,
     pub(super) generation: Generation,
-    /// Block table, which only grows.
+    /// Block table, which only grows. Entries behind the window of their KV group have no block.
     pub(super) blocks: Vec<BlockId>,
     /// Tokens whose KV is written: their frames are collected.
     pub(super) computed: usize,
@@ -157,8 +156,9 @@ impl Row {
     }
 
     /// Returns how many blocks the table lacks for `count` more positions.
-    pub(super) fn missing_blocks(&self, count: u32) -> u32 {
-        blocks_for(self.launched + count as usize).saturating_sub(self.blocks.len() as u32)
+    pub(super) fn missing_blocks(&self, count: u32, groups: &KvGroups) -> u32 {
+        let entries = groups.entries(self.launched + count as usize);
+        entries.saturating_sub(self.blocks.len()) as u32
     }
 }
 
@@ -362,8 +362,7 @@ impl Sequence {
 
     /// Stores the number of cached tokens at the first admission, which the client sees in the
     /// usage.
-    pub(super) fn set_cached(&mut self, blocks: usize) {
-        let tokens = (blocks * BLOCK_TOKENS).min(self.prompt_len) as u32;
-        self.cached_tokens.get_or_insert(tokens);
+    pub(super) fn set_cached(&mut self, tokens: usize) {
+        self.cached_tokens.get_or_insert(tokens.min(self.prompt_len) as u32);
     }
 }

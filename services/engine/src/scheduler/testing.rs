@@ -1,12 +1,12 @@
 //! Check of the scheduler's invariants, for tests and the simulation.
 
 use foldhash::HashMap;
-use kernels::BlockId;
+use kernels::{BlockId, NO_BLOCK};
 
 use super::{Scheduler, sequence::SequencePhase};
 use crate::{
     block_pool::BlockState::{Cached, Free, Held, Reserved},
-    kv_blocks::KvBlocks,
+    kv_blocks::{KvBlocks, blocks_of},
 };
 
 impl Scheduler {
@@ -17,7 +17,7 @@ impl Scheduler {
         let mut refs = vec![0; pool.total() as usize];
         let mut pins = vec![0; pool.total() as usize];
         let mut count = |blocks: &[BlockId]| {
-            for block in blocks {
+            for block in blocks_of(blocks) {
                 refs[block.index()] += 1;
             }
         };
@@ -37,7 +37,11 @@ impl Scheduler {
                     assert!(row.computed <= row.launched && row.launched <= row.length);
                     assert!(row.length <= sequence.length_here());
                     assert!(sequence.tokens.len() <= row.length);
-                    assert!(row.launched <= row.blocks.len() * kernels::BLOCK_TOKENS);
+                    assert!(row.launched <= self.kv.groups.tokens(row.blocks.len()));
+                    let blocks = row.blocks.len() / self.kv.groups.count();
+                    for entry in self.kv.groups.needed(row.computed, 0..blocks) {
+                        assert_ne!(row.blocks[entry], NO_BLOCK, "entry {entry} is needed");
+                    }
                     count(&row.blocks);
                 }
             }
@@ -70,6 +74,12 @@ impl Scheduler {
         let running = self.sequences.running().len() as u32;
         assert_eq!(self.slots.free_count() + running, self.slots.total());
         assert!(running + self.sequences.claims() <= self.slots.total());
+    }
+
+    /// Returns the blocks whose contents are undefined.
+    pub fn free_blocks(&self) -> Vec<BlockId> {
+        let all = (0..self.kv.pool.total()).map(BlockId);
+        all.filter(|&block| self.kv.pool.state(block) == Free).collect()
     }
 
     /// Panics when a save reads a block that the pool does not keep for it.

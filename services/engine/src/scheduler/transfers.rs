@@ -19,7 +19,7 @@ pub(super) struct SequenceTransfers {
 #[derive(Debug)]
 struct SequenceTransfer {
     is_incoming: bool,
-    /// Outgoing: the first prompt block that the receiver wants.
+    /// Outgoing: number of the first block of the prompt that the receiver wants.
     first_block: u32,
     /// Incoming: the reserved blocks. Outgoing: the blocks from `first_block` on that were handed
     /// over; the list only grows, so no block is handed over twice.
@@ -64,21 +64,20 @@ impl SequenceTransfers {
         }
     }
 
-    /// Hands over the blocks among the first `written` of `table` that the receiver wants and that
-    /// were not handed over before. Returns the index of the first of them, and the blocks.
+    /// Hands over those blocks of `table` that the receiver wants and that were not handed over
+    /// before. `written` are the entries of the prompt's sent blocks, up to the last one that is
+    /// written. Returns the number of the first block, and the blocks.
     pub(super) fn hand_over(
         &mut self,
         id: SequenceId,
         table: &[BlockId],
-        written: usize,
+        written: &[usize],
         kv: &mut KvBlocks,
     ) -> Option<(u32, Vec<BlockId>)> {
         let transfer = self.known.get_mut(&id).filter(|transfer| !transfer.is_incoming)?;
         let next = transfer.first_block as usize + transfer.blocks.len();
-        if next >= written {
-            return None;
-        }
-        let blocks = table[next..written].to_vec();
+        let new = written.get(next..).filter(|new| !new.is_empty())?;
+        let blocks: Vec<_> = new.iter().map(|&entry| table[entry]).collect();
         kv.hold_pinned(&blocks);
         transfer.blocks.extend_from_slice(&blocks);
         Some((next as u32, blocks))

@@ -13,7 +13,7 @@ use engine::{
     executor::{Executor, ExecutorLimits, cpu::CpuExecutor},
 };
 use kernels::{
-    Dtype, KvArena, WeightFormat,
+    Dtype, KvArena, KvLayout, WeightFormat,
     cpu::{CpuBackend, CpuOptions, Isa},
     sampling::{SampledToken, TokenLogprobs},
 };
@@ -93,20 +93,41 @@ pub(crate) fn engine_with(
     threads: usize,
     weights: WeightFormat,
 ) -> (CpuEngine, Arc<KvArena>) {
-    let options = CpuOptions { weights, threads, isa: Isa::Auto };
-    let backend = CpuBackend::new(options).expect("the options fit this machine");
-    let dtype = if weights == WeightFormat::F32 { Dtype::F32 } else { Dtype::Bf16 };
-    let layout = checkpoint.config().kv_layout(dtype);
-    let arena = KvArena::host(layout, config.limits.blocks).expect("memory for the arena");
-    let executor =
-        CpuExecutor::start(checkpoint, backend, Arc::clone(&arena), config.limits, &mut |_| {});
-    let executor = executor.expect("model, arena and limits agree");
+    let layout = checkpoint.config().kv_layout(weights.kv_dtype());
+    let (executor, arena) = executor(checkpoint, config, threads, weights, layout);
     (StepLoop::new(scheduler(config), executor), arena)
 }
 
+/// Returns an engine in f32 with the KV groups of the model, and the arena of its KV.
+pub(crate) fn engine_with_groups(
+    checkpoint: &Checkpoint,
+    config: SchedulerConfig,
+) -> (CpuEngine, Arc<KvArena>) {
+    let groups = checkpoint.config().kv_groups();
+    let layout = groups.block_layout(checkpoint.config().kv_layout(Dtype::F32));
+    let (executor, arena) = executor(checkpoint, config, 1, WeightFormat::F32, layout);
+    assert_eq!(executor.kv_groups(), groups);
+    (StepLoop::new(scheduler(config).with_kv_groups(groups), executor), arena)
+}
+
+fn executor(
+    checkpoint: &Checkpoint,
+    config: SchedulerConfig,
+    threads: usize,
+    weights: WeightFormat,
+    layout: KvLayout,
+) -> (CpuExecutor, Arc<KvArena>) {
+    let options = CpuOptions { weights, threads, isa: Isa::Auto };
+    let backend = CpuBackend::new(options).expect("the options fit this machine");
+    let arena = KvArena::host(layout, config.limits.blocks).expect("memory for the arena");
+    let executor =
+        CpuExecutor::start(checkpoint, backend, Arc::clone(&arena), config.limits, &mut |_| {});
+    (executor.expect("model, arena and limits agree"), arena)
+}
+
 pub(crate) fn pair(checkpoint: &Checkpoint, config: SchedulerConfig) -> Pair<CpuExecutor> {
-    let (prefill, from) = engine(checkpoint, config, 1);
-    let (decode, to) = engine(checkpoint, config, 1);
+    let (prefill, from) = engine_with_groups(checkpoint, config);
+    let (decode, to) = engine_with_groups(checkpoint, config);
     Pair::new(prefill, decode, (from, to))
 }
 
@@ -131,6 +152,15 @@ pub(crate) fn run<E: Executor>(
     engine: &mut StepLoop<E>,
     all: Vec<NewSequence>,
 ) -> HashMap<SequenceId, Outcome> {
+    run_with(engine, all, |_| ())
+}
+
+/// Runs all sequences together until the engine is idle. Calls `between_turns` before every turn.
+pub(crate) fn run_with<E: Executor>(
+    engine: &mut StepLoop<E>,
+    all: Vec<NewSequence>,
+    mut between_turns: impl FnMut(&StepLoop<E>),
+) -> HashMap<SequenceId, Outcome> {
     let mut outcomes: HashMap<_, _> = all.iter().map(|new| (new.id, Outcome::default())).collect();
     let mut actions = Vec::new();
     for new in all {
@@ -138,6 +168,7 @@ pub(crate) fn run<E: Executor>(
     }
     let stalled = Instant::now() + Duration::from_secs(300);
     loop {
+        between_turns(engine);
         let turn = engine.turn(Duration::from_secs(60), &mut actions).expect("steps succeed");
         for action in actions.drain(..) {
             note(&mut outcomes, action);

@@ -8,7 +8,10 @@ pub(crate) mod pair;
 pub(crate) mod ranks;
 pub(crate) mod tiers;
 
-use std::time::{Duration, Instant};
+use std::{
+    num::NonZeroUsize,
+    time::{Duration, Instant},
+};
 
 use engine::{
     CacheSeeds, Scheduler, SchedulerConfig,
@@ -19,7 +22,8 @@ use engine::{
         sim::{CostModel, SimExecutor, next_token},
     },
 };
-use kernels::sampling::Sampling;
+use kernels::{KvGroups, sampling::Sampling};
+use proptest::prelude::*;
 
 pub(crate) const SEEDS: CacheSeeds = CacheSeeds { model_fingerprint: 0x5eed, weight_version: 1 };
 pub(crate) const VOCABULARY: u32 = 40;
@@ -60,6 +64,16 @@ pub(crate) fn scheduler(config: SchedulerConfig) -> Scheduler {
 
 pub(crate) fn sim(limits: ExecutorLimits, start: Instant) -> SimExecutor {
     SimExecutor::new(limits, CostModel::default(), start)
+}
+
+/// Returns KV groups of layers with and without windows, often a single one.
+pub(crate) fn kv_groups() -> impl Strategy<Value = KvGroups> {
+    let windows = prop::collection::vec(prop_oneof![Just(0), 2..80usize], 1..4);
+    let windows =
+        prop_oneof![2 => Just(vec![0]), 1 => (2..80usize).prop_map(|it| vec![it]), 2 => windows];
+    windows.prop_map(|windows| {
+        KvGroups::of_windows(&windows.into_iter().map(NonZeroUsize::new).collect::<Vec<_>>())
+    })
 }
 
 /// Returns a greedy sequence whose deadline is far beyond every test.

@@ -21,7 +21,7 @@ use engine::{
     },
     tiers::{SlotIndex, Tier, TierConfig, TierEvent, TierStats},
 };
-use kernels::{BLOCK_TOKENS, BlockId, sampling::SampledToken};
+use kernels::{BLOCK_TOKENS, BlockId, KvGroups, sampling::SampledToken};
 
 use super::{SEEDS, oracle, scheduler, sim, tiers::TierCopies};
 
@@ -29,6 +29,7 @@ pub(crate) struct Node {
     pub engine: StepLoop<SimExecutor>,
     pub start: Instant,
     arena: SimArena,
+    groups: KvGroups,
     sequences: BTreeMap<SequenceId, Tracked>,
     copies: TierCopies,
 }
@@ -56,7 +57,7 @@ enum End {
 enum Transfer {
     Outgoing {
         first_block: Option<u32>,
-        /// Handed-over blocks by their index in the prompt.
+        /// Handed-over blocks by their number.
         handed_over: BTreeMap<u32, BlockId>,
     },
     Incoming {
@@ -67,12 +68,26 @@ enum Transfer {
 
 impl Node {
     pub(crate) fn new(config: SchedulerConfig) -> Self {
+        Self::with_groups(config, None, KvGroups::default())
+    }
+
+    /// Returns a node with these KV groups.
+    pub(crate) fn with_groups(
+        config: SchedulerConfig,
+        tiers: Option<TierConfig>,
+        groups: KvGroups,
+    ) -> Self {
         let start = Instant::now();
-        let executor = sim(config.limits, start);
+        let executor = sim(config.limits, start).with_kv_groups(groups.clone());
         let arena = executor.arena();
-        let engine = StepLoop::new(scheduler(config), executor);
+        let scheduler = scheduler(config).with_kv_groups(groups.clone());
+        let scheduler = match tiers {
+            Some(tiers) => scheduler.with_tiers(tiers, start),
+            None => scheduler,
+        };
+        let engine = StepLoop::new(scheduler, executor);
         let copies = TierCopies::new(arena.clone());
-        Self { engine, start, arena, sequences: BTreeMap::new(), copies }
+        Self { engine, start, arena, groups, sequences: BTreeMap::new(), copies }
     }
 
     pub(crate) fn with_tiers(config: SchedulerConfig, tiers: TierConfig) -> Self {
@@ -83,13 +98,7 @@ impl Node {
 
     /// Returns a node whose disk tier has not reported the blocks of an earlier start.
     pub(crate) fn before_recovery(config: SchedulerConfig, tiers: TierConfig) -> Self {
-        let start = Instant::now();
-        let executor = sim(config.limits, start);
-        let arena = executor.arena();
-        let scheduler = scheduler(config).with_tiers(tiers, start);
-        let engine = StepLoop::new(scheduler, executor);
-        let copies = TierCopies::new(arena.clone());
-        Self { engine, start, arena, sequences: BTreeMap::new(), copies }
+        Self::with_groups(config, Some(tiers), KvGroups::default())
     }
 
     /// Reports blocks of an earlier start.
@@ -195,7 +204,7 @@ impl Node {
     /// Delivers the receiver's reservation of a `Send`; ignored in other phases.
     pub(crate) fn transfer_ready(&mut self, id: SequenceId, wanted_from: u32) {
         let tracked = self.sequences.get_mut(&id).expect("a known id");
-        let blocks = tracked.new.tokens.len().div_ceil(BLOCK_TOKENS) as u32;
+        let blocks = sent(&self.groups, tracked.new.tokens.len()).len() as u32;
         if let Some(Transfer::Outgoing { first_block: first_block @ None, .. }) =
             &mut tracked.transfer
             && tracked.end.is_none()
@@ -211,7 +220,9 @@ impl Node {
         let tracked = self.sequences.get_mut(&id).expect("a known id");
         let Some(Transfer::Incoming { first_block, blocks }) = &tracked.transfer else { return };
         let kv = fingerprints(&tracked.new.tokens);
-        for (block, kv) in blocks.iter().zip(kv.chunks(BLOCK_TOKENS).skip(*first_block as usize)) {
+        let indices = sent(&self.groups, tracked.new.tokens.len());
+        for (block, index) in blocks.iter().zip(&indices[*first_block as usize..]) {
+            let kv = kv.chunks(BLOCK_TOKENS).nth(*index).expect("in the prompt");
             let mut contents = [0; BLOCK_TOKENS];
             contents[..kv.len()].copy_from_slice(kv);
             self.arena.write(*block, contents);
@@ -357,7 +368,7 @@ impl Node {
             }
             Action::Reserve { first_block, blocks, .. } => {
                 assert_eq!(tracked.new.kind, SequenceKind::Receive);
-                let total = tracked.new.tokens.len().div_ceil(BLOCK_TOKENS);
+                let total = sent(&self.groups, tracked.new.tokens.len()).len();
                 assert_eq!(first_block as usize + blocks.len(), total);
                 tracked.transfer = Some(Transfer::Incoming { first_block, blocks });
             }
@@ -386,7 +397,7 @@ impl Node {
                 if let Some(Transfer::Outgoing { first_block: Some(first), handed_over }) =
                     &tracked.transfer
                 {
-                    let total = tracked.new.tokens.len().div_ceil(BLOCK_TOKENS) as u32;
+                    let total = sent(&self.groups, tracked.new.tokens.len()).len() as u32;
                     let all = handed_over.len() as u32 == total - first;
                     assert!(all || tracked.abort_received, "everything is handed over, or aborted");
                     assert_eq!(tracked.abort_received, reason.is_some());
@@ -422,11 +433,18 @@ impl Node {
             let Some(Transfer::Outgoing { handed_over, .. }) = &tracked.transfer else { continue };
             let tokens = &tracked.new.tokens;
             let kv = kv.entry(tokens).or_insert_with(|| fingerprints(tokens));
-            for (&index, &block) in handed_over {
-                let expected = kv.chunks(BLOCK_TOKENS).nth(index as usize).expect("in the prompt");
+            let indices = sent(&self.groups, tokens.len());
+            for (&number, &block) in handed_over {
+                let index = indices[number as usize];
+                let expected = kv.chunks(BLOCK_TOKENS).nth(index).expect("in the prompt");
                 let contents = self.arena.read(block);
                 assert_eq!(contents[..expected.len()], *expected, "{id:?} block {index}");
             }
         }
     }
+}
+
+/// Returns the index in its group of each block that a transfer of a prompt of `len` tokens sends.
+fn sent(groups: &KvGroups, len: usize) -> Vec<usize> {
+    groups.needed(len, 0..len.div_ceil(BLOCK_TOKENS)).map(|entry| entry / groups.count()).collect()
 }

@@ -318,7 +318,7 @@ impl<E: Executor> Pair<E> {
 
     fn decode_says(&mut self, action: Action) {
         match action {
-            Action::Reserve { id, first_block, blocks } => {
+            Action::Reserve { id, first_block, blocks, .. } => {
                 let wire = Wire {
                     first_block,
                     targets: blocks,

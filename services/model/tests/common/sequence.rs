@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kernels::{
-    Backend, BlockId, KvArena, Packer, Shard, WeightFormat,
+    Backend, BlockId, KvArena, KvGroups, Packer, Shard, WeightFormat,
     cpu::{CpuBackend, CpuGroup, CpuMatrix, CpuOptions, CpuStep, CpuVector, Isa, StepSequence},
 };
 use model::{Adapter, Checkpoint, Limits, Transformer, TransformerWeights};
@@ -17,6 +17,7 @@ pub(crate) struct Runner {
     backend: CpuBackend,
     llama: Transformer<CpuBackend>,
     arena: Arc<KvArena>,
+    groups: KvGroups,
     next_block: u32,
 }
 
@@ -37,12 +38,15 @@ impl Runner {
     ) -> Self {
         let weights = weights.into();
         let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get());
-        let arena = KvArena::host(checkpoint.config().kv_layout(weights.kv_dtype()), BLOCKS);
+        let groups = checkpoint.config().kv_groups();
+        let layout = groups.block_layout(checkpoint.config().kv_layout(weights.kv_dtype()));
+        let arena = KvArena::host(layout, BLOCKS * groups.count() as u32).unwrap();
         let backend = CpuBackend::new(CpuOptions { weights, threads, isa }).unwrap();
-        Self::on(checkpoint, backend, arena.unwrap(), rows_max)
+        Self::on(checkpoint, backend, arena, groups, rows_max)
     }
 
-    /// Creates one rank of a group, with one thread. The arena has all heads, or the rank's.
+    /// Creates one rank of a group, with one thread. The arena has all heads, or the rank's. Its
+    /// blocks have all layers.
     pub(crate) fn rank(
         checkpoint: &Checkpoint,
         weights: impl Into<WeightFormat>,
@@ -52,18 +56,20 @@ impl Runner {
     ) -> Self {
         let options = CpuOptions { weights: weights.into(), threads: 1, isa: Isa::Auto };
         let backend = CpuBackend::new(options).unwrap().in_group(group);
-        Self::on(checkpoint, backend, arena, rows_max)
+        let groups = KvGroups::whole(checkpoint.config().layer_count);
+        Self::on(checkpoint, backend, arena, groups, rows_max)
     }
 
     fn on(
         checkpoint: &Checkpoint,
         backend: CpuBackend,
         arena: Arc<KvArena>,
+        groups: KvGroups,
         rows_max: usize,
     ) -> Self {
         let limits = Limits { rows_max, sampled_max: rows_max, adapter_slots: 2 };
         let llama = Transformer::load(checkpoint, &backend, limits, &mut |_| ()).unwrap();
-        Self { backend, llama, arena, next_block: 0 }
+        Self { backend, llama, arena, groups, next_block: 0 }
     }
 
     /// Replaces the weights with those that a packer for the backend packs.
@@ -87,7 +93,7 @@ impl Runner {
 
     /// Allocates blocks for `tokens` tokens.
     pub(crate) fn sequence(&mut self, tokens: usize) -> Sequence {
-        let blocks = tokens.div_ceil(kernels::BLOCK_TOKENS) as u32;
+        let blocks = self.groups.entries(tokens) as u32;
         let first = self.next_block;
         self.next_block += blocks;
         let blocks = (first..self.next_block).map(BlockId).collect();
@@ -110,7 +116,7 @@ impl Runner {
         let (all, shard) = (self.arena.layout().kv_head_count, self.backend.shard());
         let own = shard.part(self.llama.config().kv_head_count);
         let heads = if all == own.len() { 0..all } else { own };
-        let mut step = CpuStep::of_heads(&self.arena, heads, &sequences).unwrap();
+        let mut step = CpuStep::of_heads(&self.arena, heads, &self.groups, &sequences).unwrap();
         let logits = self.llama.forward(&mut self.backend, &mut step);
         let rows = (0..step.sampled().len()).map(|row| logits.row(row).to_vec()).collect();
         for (sequence, tokens, _) in parts {

@@ -9,7 +9,7 @@ use crossbeam_channel::Receiver;
 use engine::{
     Scheduler, SchedulerConfig, StepLoop,
     defaults::Defaults,
-    executor::{CollectWaker, Executor, ExecutorLimits, WeightUpdate},
+    executor::{Executor, ExecutorLimits, WeightUpdate},
     tiers::TierEvent,
 };
 use kernels::KvArena;
@@ -278,8 +278,9 @@ impl OpenedEngine {
     ) -> Result<Self, NodeStartError> {
         let scheduler_config = scheduler_config(config, &loaded.defaults, executor.limits());
         let scheduler = Scheduler::new(scheduler_config, identity::cache_seeds(&loaded.identity))?;
+        let scheduler = scheduler.with_kv_groups(executor.kv_groups());
         let (tier_copies, tier_events) =
-            start_tiers(config, &loaded.arena, executor.waker()).await?.unzip();
+            start_tiers(config, &loaded.arena, &*executor).await?.unzip();
         let scheduler = match &tier_copies {
             Some(copies) => scheduler.with_tiers(copies.config(), executor.now()),
             None => scheduler,
@@ -320,11 +321,13 @@ fn register(
 async fn start_tiers(
     config: &Config,
     arena: &Arc<KvArena>,
-    waker: CollectWaker,
+    executor: &dyn Executor,
 ) -> Result<Option<(TierCopies, Receiver<TierEvent>)>, NodeStartError> {
-    let (config, opened_for) = (config.clone(), arena.clone());
+    let (config, opened_for, waker) = (config.clone(), arena.clone(), executor.waker());
+    let kv_groups = executor.kv_groups().count();
     // Off the async threads: allocating a file may take seconds.
-    let opened = tokio::task::spawn_blocking(move || OpenTiers::open(&config, &opened_for)).await;
+    let opened =
+        tokio::task::spawn_blocking(move || OpenTiers::open(&config, &opened_for, kv_groups)).await;
     let opened = opened.map_err(NodeStartError::Load)?;
     Ok(opened.and_then(|tiers| TierCopies::start(tiers, arena, waker)))
 }

@@ -286,10 +286,10 @@ impl Attempts {
     pub(super) fn on_action(&mut self, action: Action, now: Instant) {
         match action {
             // D requests the blocks that D does not have from P.
-            Action::Reserve { id, first_block, blocks } => {
+            Action::Reserve { id, cached_tokens, first_block, blocks } => {
                 let Some(record) = self.records.get_mut(&id) else { return };
                 let Some(peer) = record.peer.clone() else { return };
-                let cached_tokens = Some(first_block * BLOCK_TOKENS as u32);
+                let cached_tokens = Some(cached_tokens);
                 let attributes = StageAttributes { cached_tokens, ..Default::default() };
                 record.end(AttemptStage::Reserve, attributes, &mut self.outputs);
                 record.begin(AttemptStage::Transfer, &mut self.outputs);

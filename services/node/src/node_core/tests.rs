@@ -80,7 +80,12 @@ impl Scene {
     /// Starts a `Receive` whose reservation has been sent.
     fn reserved() -> Self {
         let mut scene = Self::accepted(SequenceKind::Receive);
-        scene.act(Action::Reserve { id: ID, first_block: 0, blocks: vec![BlockId(3)] });
+        scene.act(Action::Reserve {
+            id: ID,
+            cached_tokens: 0,
+            first_block: 0,
+            blocks: vec![BlockId(3)],
+        });
         assert!(matches!(scene.command(), transfer::Command::Receive { .. }));
         scene
     }

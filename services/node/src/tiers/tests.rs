@@ -34,7 +34,7 @@ fn config(path: &std::path::Path) -> Config {
 }
 
 fn start(path: &std::path::Path, arena: &Arc<KvArena>) -> (TierCopies, Receiver<TierEvent>) {
-    let tiers = OpenTiers::open(&config(path), arena).expect("the file can be used");
+    let tiers = OpenTiers::open(&config(path), arena, 1).expect("the file can be used");
     TierCopies::start(tiers, arena, CollectWaker::default()).expect("the threads can start")
 }
 
@@ -304,7 +304,7 @@ fn start_with(
     arena: &Arc<KvArena>,
     change: impl FnOnce(DiskFile) -> DiskFile,
 ) -> Option<(TierCopies, Receiver<TierEvent>)> {
-    let mut tiers = OpenTiers::open(&config(path), arena).expect("the file can be used");
+    let mut tiers = OpenTiers::open(&config(path), arena, 1).expect("the file can be used");
     tiers.disk = tiers.disk.map(change);
     TierCopies::start(tiers, arena, CollectWaker::default())
 }
@@ -325,9 +325,9 @@ fn unusable_file_leaves_the_node_without_the_tier() {
     let folder = tempfile::tempdir().unwrap();
     let arena = arena();
     let missing = folder.path().join("none/kv");
-    assert!(OpenTiers::open(&config(&missing), &arena).is_none());
-    assert!(OpenTiers::open(&Config::default(), &arena).is_none());
+    assert!(OpenTiers::open(&config(&missing), &arena, 1).is_none());
+    assert!(OpenTiers::open(&Config::default(), &arena, 1).is_none());
     let mut on_host = Config::default();
     on_host.tier.host_memory = config::ByteSize::mib(1);
-    assert!(OpenTiers::open(&on_host, &arena).is_none(), "the arena is in host memory");
+    assert!(OpenTiers::open(&on_host, &arena, 1).is_none(), "the arena is in host memory");
 }

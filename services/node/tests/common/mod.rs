@@ -54,6 +54,22 @@ pub(crate) fn slow_model() -> TempDir {
     model_of(512, 8)
 }
 
+/// Returns a model whose layers alternately have a window of `window` tokens and none.
+pub(crate) fn windowed_model(window: u32) -> TempDir {
+    let folder = model_of(32, 4);
+    let path = folder.path().join("config.json");
+    let mut config: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    config["architectures"] = serde_json::json!(["Qwen2ForCausalLM"]);
+    config["model_type"] = serde_json::json!("qwen2");
+    config["use_sliding_window"] = serde_json::json!(true);
+    config["sliding_window"] = serde_json::json!(window);
+    let kinds = ["sliding_attention", "full_attention"].repeat(2);
+    config["layer_types"] = serde_json::json!(kinds);
+    std::fs::write(path, config.to_string()).unwrap();
+    folder
+}
+
 fn model_of(hidden_size: u32, layers: u32) -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     let ffn_size = 4 * hidden_size;

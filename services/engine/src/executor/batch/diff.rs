@@ -1,6 +1,6 @@
 //! The rules of a plan: which diffs and which rows of a step are valid.
 
-use kernels::{BLOCK_TOKENS, BlockId};
+use kernels::{BlockId, KvGroups, NO_BLOCK};
 
 use super::{Batch, BatchRow, RowTokens, ScheduledRow};
 use crate::plan::{AdmittedRow, RowFailure, RowPlan, Slot, StepPlan};
@@ -41,11 +41,11 @@ impl<T: RowTokens> Batch<T> {
     ) -> Result<Vec<ScheduledRow>, String> {
         let mut drafts_left = self.unknown_drafts_max(plan)?;
         let mut known = plan.drafts.iter().peekable();
-        let plans = self.plans;
+        let (plans, vocabulary) = (self.plans, self.limits.vocabulary);
+        let kv_groups = self.kv_groups.clone();
         let mut scheduled: Vec<ScheduledRow> = Vec::with_capacity(plan.rows.len());
         for planned in &plan.rows {
             let known = known.next_if(|(slot, _)| *slot == planned.slot).map(|(_, drafts)| drafts);
-            let vocabulary = self.limits.vocabulary;
             let Some(row) = self.slot(planned.slot)? else {
                 return Err(format!("slot {} is planned but empty", planned.slot.0));
             };
@@ -64,7 +64,7 @@ impl<T: RowTokens> Batch<T> {
                 scheduled.push(ScheduledRow::skipped(planned, row));
                 continue;
             }
-            row.check(planned, known, plan.awaits_masks, vocabulary)?;
+            row.check(planned, known, plan.awaits_masks, (vocabulary, &kv_groups))?;
             let (start, token_count) = (row.position, planned.token_count as usize);
             let drafts = match known {
                 Some(known) => known.clone(),
@@ -160,7 +160,8 @@ impl<T: RowTokens> Batch<T> {
     }
 
     fn check_blocks(&self, blocks: &[BlockId]) -> Result<(), String> {
-        match blocks.iter().find(|block| block.0 >= self.limits.blocks) {
+        let is_invalid = |block: &&BlockId| block.0 >= self.limits.blocks && **block != NO_BLOCK;
+        match blocks.iter().find(is_invalid) {
             Some(block) => {
                 Err(format!("invalid block {}; expected less than {}", block.0, self.limits.blocks))
             }
@@ -176,7 +177,7 @@ impl<T: RowTokens> BatchRow<T> {
         planned: &RowPlan,
         known: Option<&Vec<u32>>,
         awaits_masks: bool,
-        vocabulary: u32,
+        (vocabulary, kv_groups): (u32, &KvGroups),
     ) -> Result<(), String> {
         let slot = planned.slot.0;
         let (start, token_count) = (self.position, planned.token_count as usize);
@@ -206,7 +207,7 @@ impl<T: RowTokens> BatchRow<T> {
             return Err(format!("slot {slot} has {drafts_max} draft tokens and does not sample"));
         }
         let upper = end + drafts_max;
-        if upper > self.blocks.len() * BLOCK_TOKENS {
+        if upper > kv_groups.tokens(self.blocks.len()) {
             let blocks = self.blocks.len();
             return Err(format!("slot {slot} plans to position {upper} with {blocks} blocks"));
         }

@@ -54,7 +54,12 @@ fn reservation_for_a_grammar_waits_until_its_sender_has_compiled_the_grammar() {
             vocabulary.constrain(&mut arrival.sequence, grammar, Arc::new(|_, _| {})).unwrap();
         }
         scene.attempts.call(arrival, scene.now);
-        scene.act(Action::Reserve { id: ID, first_block: 0, blocks: vec![BlockId(3)] });
+        scene.act(Action::Reserve {
+            id: ID,
+            cached_tokens: 0,
+            first_block: 0,
+            blocks: vec![BlockId(3)],
+        });
         let transfer::Command::Receive { answer_timeout, .. } = scene.command() else {
             panic!("no reservation");
         };
@@ -66,7 +71,12 @@ fn reservation_for_a_grammar_waits_until_its_sender_has_compiled_the_grammar() {
 fn decode_reserves_receives_and_ends_with_finished() {
     let mut scene = Scene::accepted(SequenceKind::Receive);
     scene.now += Duration::from_millis(2);
-    scene.act(Action::Reserve { id: ID, first_block: 1, blocks: vec![BlockId(3)] });
+    scene.act(Action::Reserve {
+        id: ID,
+        cached_tokens: 16,
+        first_block: 1,
+        blocks: vec![BlockId(3)],
+    });
     scene.act(Action::Admitted { id: ID, cached_tokens: 16, local_prefill: false });
     assert!(matches!(
         scene.command(),
@@ -236,7 +246,12 @@ fn failed_transfer_fails_its_attempt_with_the_reason() {
 fn full_transfer_queue_aborts_the_sequence_and_ends_its_transfer() {
     for is_aborted_before in [false, true] {
         let mut scene = Scene::accepted(SequenceKind::Receive);
-        scene.act(Action::Reserve { id: ID, first_block: 0, blocks: vec![BlockId(3)] });
+        scene.act(Action::Reserve {
+            id: ID,
+            cached_tokens: 0,
+            first_block: 0,
+            blocks: vec![BlockId(3)],
+        });
         let (call, command) = scene.attempts.next_command().unwrap();
         let abort = || Action::AbortTransfer { id: ID, reason: "cancelled".into() };
         if is_aborted_before {
