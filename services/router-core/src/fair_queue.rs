@@ -19,9 +19,9 @@
 //!
 //! Within a flow the requests of the lowest priority number come first, and among them the request
 //! with the earliest start deadline; a later turn of a session has the start deadline of the
-//! session's first turn ([`FlowSessions`]). A flow ignores priorities and sessions while the first of
-//! its requests that may be rejected has waited for half of the time until it must start, so that
-//! no request starves.
+//! session's first turn ([`FlowSessions`]). A flow ignores priorities and sessions while the first
+//! of its requests that may be rejected has waited for half of the time until it must start, so
+//! that no request starves.
 //!
 //! Life of a waiting request:
 //! 1. [`FairQueue::join`], which refuses it if its predicted wait is too long, or its deadline too
@@ -471,7 +471,7 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
             let since_start =
                 |at: Instant| at.saturating_duration_since(charge.started).as_secs_f64();
             let first_token_s = since_start(charge.first_token_at.unwrap_or(now));
-            self.service_time.add(tokens, first_token_s, since_start(now));
+            self.service_time.add(now, tokens, first_token_s, since_start(now));
             self.rate.add(used, since_start(now), running);
         }
     }

@@ -208,3 +208,54 @@ fn long_prompt_of_another_flow_is_not_late_beside_cached_prompts() {
         }
     }
 }
+
+/// A node stalls for a time below the deadline, so that its requests complete late. Afterwards it
+/// is as fast as before.
+#[test]
+fn stall_of_all_running_requests_refuses_later_ones_for_a_minute_at_most() {
+    let mut scene = Scene::new();
+    let (usual, deadline) = (Duration::from_millis(100), Duration::from_secs(8));
+    for _ in 0..100 {
+        scene.start_uncached(100, 1, usual);
+        scene.pass(usual);
+    }
+    (0..64).for_each(|_| scene.start_uncached(100, 1, deadline - Duration::from_secs(1)));
+    scene.pass(deadline);
+    let (mut seconds, mut started) = (0, 0);
+    while started < 100 {
+        seconds += 1;
+        assert!(seconds <= 300, "{started} requests started");
+        if let Ok(id) = scene.join(100, 1, deadline) {
+            scene.queue.leave(id);
+            scene.start_uncached(100, 1, usual);
+            started += 1;
+        }
+        scene.pass(Duration::from_secs(1));
+    }
+    assert!((110..170).contains(&seconds), "{seconds} s");
+}
+
+#[test]
+fn request_that_took_three_hundred_times_as_long_refuses_no_later_one() {
+    let mut scene = Scene::new();
+    let usual = Duration::from_millis(100);
+    for _ in 0..100 {
+        scene.start_uncached(100, 1, usual);
+        scene.pass(usual);
+    }
+    scene.start_uncached(100, 1, 300 * usual);
+    scene.pass(300 * usual);
+    scene.assert_is_not_late(100, Duration::from_secs(8));
+}
+
+#[test]
+fn short_prompts_beside_long_ones_may_have_short_deadlines() {
+    let mut scene = Scene::new();
+    for index in 0..200 {
+        let (tokens, seconds) = if index % 4 == 0 { (100, 0.1) } else { (8 * LONG, 10.0) };
+        let time = Duration::from_secs_f64(seconds);
+        scene.start_uncached(tokens, 1, time);
+        scene.pass(time);
+    }
+    scene.assert_is_not_late(100, Duration::from_secs(4));
+}

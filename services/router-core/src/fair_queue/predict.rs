@@ -252,7 +252,7 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         limits: WaitLimits,
         tokens: CountedTokens,
     ) -> StartLimit {
-        let service_time = self.service_time.with_reserve(tokens);
+        let service_time = self.service_time.with_reserve(now, tokens);
         let time_left = limits.deadline.saturating_duration_since(now);
         let by_deadline = StartLimit::Deadline { time_left, service_time };
         match by_deadline.wait_max() < limits.wait_max {

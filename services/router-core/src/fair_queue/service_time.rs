@@ -1,6 +1,6 @@
 //! Predicted times from the start of a request to its end.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::predict::{CountedTokens, RATE_SHARE, seconds};
 
@@ -10,6 +10,9 @@ const SERVICE_TIME_RESERVE: f64 = 2.0;
 /// Maximum relative error of one request. Reason: one request that took a hundred times as long as
 /// predicted must not delay all others.
 const ERROR_MAX: f64 = 1.0;
+/// Time after the last completed request until which predictions hold. Reason: predictions after a
+/// stall may refuse every request, and then no completed request would correct them.
+const MEASURED_FOR: Duration = Duration::from_secs(60);
 /// Variation of prompt lengths (squared coefficient of variation) below which times to first token
 /// count as independent of the length. Reason: the time per token of prompts of nearly equal
 /// lengths is noise.
@@ -31,11 +34,24 @@ pub(super) struct ServiceTime {
     /// Mean relative error of the predictions. An absolute error would be dominated by long
     /// requests and refuse short ones.
     error: f64,
+    /// End of the last completed request.
+    measured_at: Option<Instant>,
 }
 
 impl ServiceTime {
-    /// Adds a completed request with the seconds from its start to its first token and to its end.
-    pub(super) fn add(&mut self, tokens: CountedTokens, first_token_s: f64, end_s: f64) {
+    /// Adds a request that completed now, with the seconds from its start to its first token and to
+    /// its end.
+    pub(super) fn add(
+        &mut self,
+        now: Instant,
+        tokens: CountedTokens,
+        first_token_s: f64,
+        end_s: f64,
+    ) {
+        if !self.is_current(now) {
+            *self = Self::default();
+        }
+        self.measured_at = Some(now);
         if let Some(predicted) = self.mean_s(tokens).filter(|predicted| *predicted > 0.0) {
             let error = (end_s / predicted - 1.0).abs().min(ERROR_MAX);
             self.error += (error - self.error) * RATE_SHARE;
@@ -46,10 +62,17 @@ impl ServiceTime {
     }
 
     /// Returns the time from the start of a request to its end that few requests exceed; zero
-    /// without measurements.
-    pub(super) fn with_reserve(&self, tokens: CountedTokens) -> Duration {
+    /// without measurements of the last [`MEASURED_FOR`].
+    pub(super) fn with_reserve(&self, now: Instant, tokens: CountedTokens) -> Duration {
+        if !self.is_current(now) {
+            return Duration::ZERO;
+        }
         let factor = 1.0 + SERVICE_TIME_RESERVE * self.error;
         self.mean_s(tokens).map_or(Duration::ZERO, |mean| seconds(mean * factor))
+    }
+
+    fn is_current(&self, now: Instant) -> bool {
+        self.measured_at.is_some_and(|at| now.saturating_duration_since(at) < MEASURED_FOR)
     }
 
     fn mean_s(&self, tokens: CountedTokens) -> Option<f64> {
@@ -126,12 +149,12 @@ mod tests {
 
     #[test]
     fn service_time_is_a_fixed_time_and_times_per_token() {
-        let mut times = ServiceTime::default();
+        let (mut times, now) = (ServiceTime::default(), Instant::now());
         for index in 0..200 {
             let (uncached, output) = (index % 10 * 1000, index % 7 + 1);
             let first_token_s = 0.1 + 1e-4 * f64::from(uncached);
             let end_s = first_token_s + 0.01 * f64::from(output - 1);
-            times.add(tokens(uncached, output), first_token_s, end_s);
+            times.add(now, tokens(uncached, output), first_token_s, end_s);
         }
         for (uncached, output, true_s) in [(1000, 1, 0.2), (9000, 1, 1.0), (30_000, 101, 4.1)] {
             let predicted = times.mean_s(tokens(uncached, output)).unwrap();
@@ -142,9 +165,9 @@ mod tests {
     #[test]
     fn prompts_of_equal_lengths_tell_no_time_per_token() {
         for uncached in [0, 100] {
-            let mut times = ServiceTime::default();
+            let (mut times, now) = (ServiceTime::default(), Instant::now());
             for _ in 0..100 {
-                times.add(tokens(uncached, 1), 0.5, 0.5);
+                times.add(now, tokens(uncached, 1), 0.5, 0.5);
             }
             for other in [0, 100, 100_000] {
                 let predicted = times.mean_s(tokens(other, 1)).unwrap();

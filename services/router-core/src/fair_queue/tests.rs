@@ -254,20 +254,20 @@ fn reserve_of_the_service_time_grows_with_its_variation() {
     let mut queue = FairQueue::<u32>::default();
     let (now, flow) = (Instant::now(), key("a"));
     let tokens = CountedTokens { uncached: 10, output: 5.0 };
-    let none = queue.service_time.with_reserve(tokens);
+    let none = queue.service_time.with_reserve(now, tokens);
     assert_eq!(none, Duration::ZERO, "nothing was measured");
     let mut ended = |milliseconds: u64| {
         let mut charge = queue.start(now, &flow, uncached(10), 5);
         charge.emitted(now, 5);
         queue.ended(now + Duration::from_millis(milliseconds), &charge, ChargeEnd::Complete);
-        queue.service_time.with_reserve(tokens)
+        queue.service_time.with_reserve(now, tokens)
     };
     let steady = (0..100).map(|_| ended(1000)).last().unwrap();
     assert_eq!(steady.as_millis(), 1000);
     let varied =
         (0..100).map(|index| ended(if index % 2 == 0 { 500 } else { 1500 })).last().unwrap();
     assert!((1800..2200).contains(&varied.as_millis()), "{varied:?}");
-    let short = queue.service_time.with_reserve(CountedTokens { output: 1.4, ..tokens });
+    let short = queue.service_time.with_reserve(now, CountedTokens { output: 1.4, ..tokens });
     assert!(
         (180..220).contains(&short.as_millis()),
         "errors of long answers leave short ones: {short:?}"
