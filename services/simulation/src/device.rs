@@ -20,6 +20,7 @@ use engine::{
     },
     plan::{RowMask, StepId, StepPlan, StepResult},
 };
+use kernels::KvGroups;
 use simulation_base::Random;
 
 /// Cost model of a device: the time of a step.
@@ -129,6 +130,7 @@ impl Device {
     /// Creates a device. `is_checked`: whether the device keeps tokens and KV, and checks them.
     pub(crate) fn new(
         limits: ExecutorLimits,
+        groups: &KvGroups,
         cost: StepCost,
         is_checked: bool,
         random: Random,
@@ -140,7 +142,10 @@ impl Device {
             context_token: Duration::ZERO,
         };
         let inner = match is_checked {
-            true => InnerExecutor::Checked(SimExecutor::new(limits, no_cost, now)),
+            true => {
+                let executor = SimExecutor::new(limits, no_cost, now);
+                InnerExecutor::Checked(executor.with_kv_groups(groups.clone()))
+            }
             false => InnerExecutor::Counted(CountingExecutor::new(limits, now)),
         };
         Self {

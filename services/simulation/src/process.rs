@@ -21,7 +21,7 @@ use engine::{
     event::Load,
     tiers::{Tier, TierEvent},
 };
-use kernels::{Dtype, KvGroups, KvLayout, WeightFormat};
+use kernels::{Dtype, KvLayout, WeightFormat};
 use kv_transfer::{
     TransferLimits,
     api::{Command, Epoch, Peer, TransferId},
@@ -113,13 +113,12 @@ impl Process {
         now: Instant,
     ) -> Self {
         let name = format!("{}-{host}", plan.role);
-        let tokens_max = plan.longest_sequence();
-        let identity = identity::model_identity(
-            model.fingerprint,
-            WeightFormat::F32,
-            KV_LAYOUT,
-            &KvGroups::default(),
-        );
+        let (tokens_max, groups) = (plan.longest_sequence(), &model.kv_groups);
+        let scheduler_config = plan.scheduler_of(groups);
+        let limits = scheduler_config.limits;
+        let tier_plan = plan.tiers.filter(|_| groups.count() == 1);
+        let (fingerprint, format) = (model.fingerprint, WeightFormat::F32);
+        let identity = identity::model_identity(fingerprint, format, KV_LAYOUT, groups);
         assert_eq!(KV_LAYOUT.block_bytes(), BLOCK_BYTES);
         let record = NodeRecord {
             node_id: NodeId::parse(&name).expect("a plain name"),
@@ -130,7 +129,7 @@ impl Process {
             identity: identity.clone(),
             prompt_tokens_max: identity::prompt_tokens_max(tokens_max),
             sequence_tokens_max: tokens_max,
-            block_count: plan.scheduler.limits.blocks,
+            block_count: limits.blocks,
             vocabulary_size: VOCABULARY,
             grammar_version: GRAMMAR_VERSION,
             cpu_fallback: None,
@@ -141,14 +140,16 @@ impl Process {
             both_roles: true,
         };
         let seeds = identity::cache_seeds(&identity);
-        let scheduler = Scheduler::new(plan.scheduler, seeds).expect("the plan is consistent");
+        let scheduler = Scheduler::new(scheduler_config, seeds)
+            .expect("the plan is consistent")
+            .with_kv_groups(groups.clone());
         assert_eq!(scheduler.sequence_tokens_max(), tokens_max as usize);
         let random = Random::new(epoch.0 as u64);
-        let device = Device::new(plan.scheduler.limits, plan.step_cost, is_checked, random, now);
+        let device = Device::new(limits, groups, plan.step_cost, is_checked, random, now);
         let arena = device.arena();
-        let tiers = plan.tiers.zip(arena.clone());
+        let tiers = tier_plan.zip(arena.clone());
         let tiers = tiers.map(|(tiers, arena)| TierCopies::new(tiers, arena));
-        let scheduler = match plan.tiers {
+        let scheduler = match tier_plan {
             Some(tiers) => scheduler.with_tiers(tiers.config, now),
             None => scheduler,
         };
@@ -164,7 +165,7 @@ impl Process {
         };
         let limits = identity::attempt_limits(&record);
         let mut core = NodeCore::new(StepLoop::new(scheduler, device), &record, STALL_AFTER);
-        if let Some(TierPlan { host_slots: slots, .. }) = plan.tiers {
+        if let Some(TierPlan { host_slots: slots, .. }) = tier_plan {
             core.handle_tier_event(TierEvent::Grown { tier: Tier::Host, slots }, now);
         }
         Self {
@@ -172,7 +173,7 @@ impl Process {
             tiers,
             transfers: TransferDriver::new(
                 Core::new(now, local),
-                SimTransport::new(name.clone(), arena),
+                SimTransport::new(name.clone(), arena, groups.clone()),
                 SimLinks::default(),
             ),
             name,

@@ -1,6 +1,6 @@
 //! The scenario of a seed: nodes, network, requests and faults.
 
-use std::{sync::Arc, time::Duration};
+use std::{num::NonZeroUsize, sync::Arc, time::Duration};
 
 use cluster::{NodeAddress, Role, Selection};
 use config::{Disaggregate, NodePolicy, Roles};
@@ -9,7 +9,7 @@ use engine::{
     executor::{ExecutorLimits, Speculation},
 };
 use grammar::Grammar;
-use kernels::{BLOCK_TOKENS, sampling::Sampling};
+use kernels::{BLOCK_TOKENS, KvGroups, sampling::Sampling};
 use kv_transfer::TransferLimits;
 
 use router_core::{Flow, FlowName, RequestSession, RouterLimits};
@@ -79,6 +79,7 @@ pub(crate) struct ModelPlan {
     pub fingerprint: u128,
     /// Tensor parallel ranks of each node.
     pub tp: u32,
+    pub kv_groups: KvGroups,
 }
 
 /// Cost model of the data connections between nodes.
@@ -240,7 +241,7 @@ impl Scenario {
         let (depth, sequence_tokens) = (random.within(1..=3), random.within(64..=200));
         let router_count = if random.chance(30) { 2 } else { 1 };
         let has_etcd = random.chance(40);
-        let models = models(&mut random);
+        let models = models(&mut random, seed);
         let mut nodes = Vec::new();
         for model in 0..models.len() {
             for role in Role::ALL {
@@ -346,7 +347,12 @@ impl Scenario {
             has_etcd: false,
             selection,
             limits: RouterLimits::from(&config::Router::default()),
-            models: vec![ModelPlan { name: "model-0".into(), fingerprint: 1, tp: 1 }],
+            models: vec![ModelPlan {
+                name: "model-0".into(),
+                fingerprint: 1,
+                tp: 1,
+                kv_groups: KvGroups::default(),
+            }],
             nodes,
             requests,
             faults: Vec::new(),
@@ -373,14 +379,30 @@ fn router_limits(seed: u64, severity: Severity) -> RouterLimits {
     RouterLimits { requests_max: random.within(1..=12), waiting_max: random.within(1..=4) }
 }
 
-fn models(random: &mut Random) -> Vec<ModelPlan> {
+fn models(random: &mut Random, seed: u64) -> Vec<ModelPlan> {
     let count = if random.chance(25) { 2 } else { 1 };
     let model = |index: usize| ModelPlan {
         name: format!("model-{index}").into(),
         fingerprint: 0xfeed + index as u128,
         tp: if random.chance(25) { 2 } else { 1 },
+        kv_groups: kv_groups(seed.rotate_left(32) ^ index as u64),
     };
     (0..count).map(model).collect()
+}
+
+/// Returns the KV groups of a model: for half of the seeds one group without a window. They are
+/// drawn apart, so that the seeds keep their other draws.
+fn kv_groups(seed: u64) -> KvGroups {
+    let mut random = Random::new(seed);
+    let list = random.below(6);
+    let mut window = || NonZeroUsize::new(random.within(2..=60) as usize);
+    let windows = match list {
+        0 => vec![window()],
+        1 => vec![window(), None],
+        2 => vec![window(), window(), None],
+        _ => vec![None],
+    };
+    KvGroups::of_windows(&windows)
 }
 
 /// Returns whether every request completes despite the fault: another decode node is up, or the
@@ -428,6 +450,13 @@ fn spares_decode_nodes(fault: &Fault, nodes: &[NodePlan]) -> bool {
 }
 
 impl NodePlan {
+    /// Returns the scheduler's limits with the plan's number of blocks for each KV group.
+    pub(crate) fn scheduler_of(&self, groups: &KvGroups) -> SchedulerConfig {
+        let blocks = self.scheduler.limits.blocks * groups.count() as u32;
+        let limits = ExecutorLimits { blocks, ..self.scheduler.limits };
+        SchedulerConfig { limits, ..self.scheduler }
+    }
+
     /// Returns the length of the longest sequence that fits, in tokens.
     pub(crate) fn longest_sequence(&self) -> u32 {
         let limits = self.scheduler.limits;

@@ -9,7 +9,7 @@ use std::{
 };
 
 use engine::executor::sim::{SimArena, SimBlock, kv_of};
-use kernels::{BLOCK_TOKENS, BlockId};
+use kernels::{BLOCK_TOKENS, BlockId, KvGroups};
 use kv_transfer::{
     TransferKind,
     api::{Command, Epoch, Event, PeerAddress, TransferId},
@@ -26,6 +26,7 @@ pub(crate) struct SimTransport {
     name: String,
     /// The node's KV; `None` if KV is neither kept nor checked.
     arena: Option<SimArena>,
+    groups: KvGroups,
     /// Actions for the network.
     pub outputs: Vec<Output>,
     /// Peers that may connect.
@@ -35,7 +36,7 @@ pub(crate) struct SimTransport {
     /// Expected KV of each transfer's prompt.
     prompts: BTreeMap<TransferId, Vec<u64>>,
     /// Transfers without their final event. Each may access these blocks; the value is the block's
-    /// index in the prompt.
+    /// number among the blocks of the prompt that are sent.
     registered: BTreeMap<TransferId, BTreeMap<BlockId, u32>>,
     posted: BTreeMap<(TransferId, u32), Vec<BlockId>>,
     /// Receives whose chunk has begun to arrive.
@@ -54,10 +55,11 @@ pub(crate) struct ChunkData {
 }
 
 impl SimTransport {
-    pub(crate) fn new(name: String, arena: Option<SimArena>) -> Self {
+    pub(crate) fn new(name: String, arena: Option<SimArena>, groups: KvGroups) -> Self {
         Self {
             name,
             arena,
+            groups,
             outputs: Vec::new(),
             admitted: BTreeSet::new(),
             closings: BTreeMap::new(),
@@ -203,7 +205,7 @@ impl SimTransport {
         }
     }
 
-    /// Returns the block's index in the prompt.
+    /// Returns the block's number among the blocks of the prompt that are sent.
     fn check_registered(&self, transfer: TransferId, block: BlockId, verb: &str) -> u32 {
         let registered = self.registered.get(&transfer).and_then(|blocks| blocks.get(&block));
         let name = &self.name;
@@ -212,9 +214,12 @@ impl SimTransport {
     }
 
     /// Compares a block with the KV of the prompt.
-    fn check_contents(&self, transfer: TransferId, index: u32, contents: &SimBlock, what: &str) {
+    fn check_contents(&self, transfer: TransferId, number: u32, contents: &SimBlock, what: &str) {
         let prompt = &self.prompts[&transfer];
-        let expected = prompt.chunks(BLOCK_TOKENS).nth(index as usize).expect("in the prompt");
+        let mut sent = self.groups.needed(prompt.len(), 0..prompt.len().div_ceil(BLOCK_TOKENS));
+        let entry = sent.nth(number as usize).expect("in the prompt");
+        let index = entry / self.groups.count();
+        let expected = prompt.chunks(BLOCK_TOKENS).nth(index).expect("in the prompt");
         assert_eq!(
             contents[..expected.len()],
             *expected,
