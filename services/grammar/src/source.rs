@@ -16,6 +16,7 @@ use serde_json::{Map, Number, Value};
 
 use crate::{
     adapt::adapt,
+    arguments::literal,
     context_free,
     copies::{compared_pattern_pairs, copied_subschemas},
     error::{GrammarError, one_line},
@@ -27,7 +28,7 @@ use crate::{
         SCHEMA_REFERENCED_LEVELS_MAX, SCHEMA_VALUES_MAX, UNICODE_CLASSES_MAX,
     },
     references::referenced_levels,
-    tool_calls::ToolCalls,
+    tool_calls::{ToolCalls, has_text},
 };
 
 /// Grammar that the whole output must match.
@@ -54,25 +55,32 @@ pub struct ReasoningTags {
     /// reasoning.
     pub open: Option<String>,
     pub close: String,
+    /// Text between the reasoning and output that is not a tool call.
+    pub before_answer: String,
 }
 
 impl ReasoningTags {
-    /// Returns the grammar of reasoning and then the inner grammar.
-    fn before(&self, mut inner: TopLevelGrammar) -> TopLevelGrammar {
+    /// Returns the grammar of reasoning, the text before the answer, and then the inner grammar.
+    fn before(&self, grammar: &Grammar) -> Result<TopLevelGrammar, GrammarError> {
         const ANSWER: &str = "answer_after_reasoning";
         let close = escape(&self.close);
         let (begin, start) = match &self.open {
-            Some(open) => (format!(r"\s*{}", escape(open)), "reasoning SPACE? @ANSWER | @ANSWER"),
-            None => (String::new(), "reasoning SPACE? @ANSWER"),
+            Some(open) => (format!(r"\s*{}", escape(open)), "reasoning SPACE? ANSWER | ANSWER"),
+            None => (String::new(), "reasoning SPACE? ANSWER"),
         };
+        let (mut inner, before_answer) = match grammar {
+            Grammar::ToolCalls(calls) => (calls.parsed_after(&self.before_answer)?, ""),
+            other => (other.parsed()?, self.before_answer.as_str()),
+        };
+        let answer = format!("{}@{ANSWER}", literal(before_answer));
         let reasoning = regex_to_lark(&format!(r"{begin}(.|\n)*{close}"), "");
         let lark = format!(
             "start: {}\nREASONING: /{reasoning}/\nreasoning[lazy]: REASONING\nSPACE: /\\n{{1,2}}/\n",
-            start.replace("ANSWER", ANSWER)
+            start.replace("ANSWER", &answer)
         );
         inner.grammars[0].name = Some(ANSWER.to_owned());
         inner.grammars.insert(0, GrammarWithLexer::from_lark(lark));
-        inner
+        Ok(inner)
     }
 }
 
@@ -101,8 +109,8 @@ impl Grammar {
                 Ok(TopLevelGrammar::from_lark(format!("start: /{expression}/")))
             }
             Self::ContextFree(text) => context_free::parsed(text),
-            Self::ToolCalls(calls) => calls.parsed(),
-            Self::AfterReasoning { tags, grammar } => Ok(tags.before(grammar.parsed()?)),
+            Self::ToolCalls(calls) => calls.parsed_after(""),
+            Self::AfterReasoning { tags, grammar } => tags.before(grammar),
         }
     }
 
@@ -133,9 +141,12 @@ impl Grammar {
         match self {
             Self::JsonSchema(_) | Self::Regex(_) | Self::ContextFree(_) => false,
             Self::ToolCalls(calls) => calls.writes(text),
-            Self::AfterReasoning { tags: ReasoningTags { open, close }, grammar } => {
-                let is_tag = |tag: &String| tag.as_bytes() == text;
-                is_tag(close) || open.as_ref().is_some_and(is_tag) || grammar.writes(text)
+            Self::AfterReasoning {
+                tags: ReasoningTags { open, close, before_answer },
+                grammar,
+            } => {
+                let mut literals = open.iter().chain([close, before_answer]);
+                literals.any(|it| has_text(it, text)) || grammar.writes(text)
             }
         }
     }

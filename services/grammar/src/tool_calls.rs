@@ -99,11 +99,15 @@ pub struct FreeText {
 }
 
 impl ToolCalls {
-    pub(crate) fn parsed(&self) -> Result<TopLevelGrammar, GrammarError> {
+    /// Returns the grammar for llguidance. `before_answer` begins an answer instead of calls.
+    pub(crate) fn parsed_after(
+        &self,
+        before_answer: &str,
+    ) -> Result<TopLevelGrammar, GrammarError> {
         self.check()?;
         let mut parts = SchemaParts::default();
         let mut schemas = Vec::new();
-        let lark = self.lark(&mut schemas)?;
+        let lark = self.lark(before_answer, &mut schemas)?;
         let mut grammars = vec![GrammarWithLexer::from_lark(lark)];
         for ArgumentSchema { tool, rule, text } in schemas {
             let (schema, its_parts) = parsed_schema(&text).map_err(|error| error.in_tool(tool))?;
@@ -145,9 +149,7 @@ impl ToolCalls {
             Alternative::Text(free_text) => free_text.tag.as_str(),
             Alternative::Nothing | Alternative::Answer { .. } => "",
         };
-        let has =
-            |piece: &str| piece.as_bytes().windows(text.len().max(1)).any(|part| part == text);
-        self.syntax.literals().chain([tag]).any(has)
+        self.syntax.literals().chain([tag]).any(|literal| has_text(literal, text))
     }
 
     pub(crate) fn bytes(&self) -> usize {
@@ -202,7 +204,11 @@ impl ToolCalls {
 
     /// Returns the grammar in llguidance's dialect of Lark, and appends the schemas that it uses.
     /// Tool names are quoted and schemas are separate grammars, so a client cannot add rules.
-    fn lark(&self, schemas: &mut Vec<ArgumentSchema>) -> Result<String, GrammarError> {
+    fn lark(
+        &self,
+        before_answer: &str,
+        schemas: &mut Vec<ArgumentSchema>,
+    ) -> Result<String, GrammarError> {
         let syntax = &self.syntax;
         let more = match self.several {
             true => format!("({}call)*", literal(&syntax.between)),
@@ -249,7 +255,9 @@ impl ToolCalls {
         let mut lark = calls + "\n" + &rules.join("\n");
         let start = match &self.alternative {
             Alternative::Nothing => "start: calls".to_owned(),
-            Alternative::Answer { .. } => "start: calls | @answer".to_owned(),
+            Alternative::Answer { .. } => {
+                format!("start: calls | {}@answer", literal(before_answer))
+            }
             Alternative::Text(free_text) => self.free_text(free_text, &mut lark)?,
         };
         write!(lark, "\n{start}\n").expect("writing to a String cannot fail");
@@ -295,6 +303,11 @@ impl ToolCalls {
             None => Ok("start: calls | tagged calls | TEXT".to_owned()),
         }
     }
+}
+
+/// Returns whether a literal contains this text.
+pub(crate) fn has_text(literal: &str, text: &[u8]) -> bool {
+    literal.as_bytes().windows(text.len().max(1)).any(|part| part == text)
 }
 
 /// Returns the Lark grammar of text that matches the expression and does not contain the tag: the

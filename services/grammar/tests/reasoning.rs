@@ -11,7 +11,11 @@ fn accepts(grammar: &Grammar, text: &str) -> bool {
 }
 
 fn after_reasoning(open: Option<&str>, grammar: Grammar) -> Grammar {
-    let tags = ReasoningTags { open: open.map(str::to_owned), close: "</think>".to_owned() };
+    let tags = ReasoningTags {
+        open: open.map(str::to_owned),
+        close: "</think>".to_owned(),
+        before_answer: String::new(),
+    };
     Grammar::AfterReasoning { tags, grammar: Box::new(grammar) }
 }
 
@@ -54,5 +58,59 @@ fn output_of_the_grammar_begins_after_the_reasoning() {
         assert!(accepts(&before, &format!("<think>\nSo.\n</think>\n\n{valid}")), "{valid}");
         assert!(!accepts(&before, &format!("<think>So.</think>{invalid}")), "{invalid}");
         assert!(!accepts(&before, invalid), "{invalid}");
+    }
+}
+
+#[test]
+fn answers_and_calls_begin_after_the_reasoning_of_messages() {
+    const OPEN: &str = "<|channel|>analysis<|message|>";
+    const CLOSE: &str = "<|end|><|start|>assistant";
+    const FINAL: &str = "<|channel|>final<|message|>";
+    const CALL: &str = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}";
+    let tags = |open: Option<&str>| ReasoningTags {
+        open: open.map(str::to_owned),
+        close: CLOSE.to_owned(),
+        before_answer: FINAL.to_owned(),
+    };
+    let after = |open, grammar: &Grammar| Grammar::AfterReasoning {
+        tags: tags(open),
+        grammar: Box::new(grammar.clone()),
+    };
+    let calls = |alternative| {
+        Grammar::ToolCalls(ToolCalls {
+            syntax: CallSyntax {
+                before_name: "<|channel|>commentary to=functions.".into(),
+                bare_name: true,
+                before_arguments: " <|constrain|>json<|message|>".into(),
+                ..CallSyntax::default()
+            },
+            tools: vec![CallableTool { name: "f".into(), arguments: None }],
+            several: false,
+            alternative,
+        })
+    };
+    let tag = "<|channel|>commentary to=".to_owned();
+    let text = FreeText { tag: tag.clone(), never_begins: None };
+    let answer = Alternative::Answer { grammar: Box::new(Grammar::json_object()), tag };
+    let object = format!("{FINAL}{{\"a\": 1}}");
+    let words = format!("{FINAL}Hello");
+    for (grammar, valid, invalid) in [
+        (Grammar::json_object(), vec![&*object], vec!["{\"a\": 1}", CALL, &*words]),
+        (Grammar::Regex("Hello".into()), vec![&*words], vec!["Hello", CALL, &*object]),
+        (calls(Alternative::Nothing), vec![CALL], vec![&*object, &*words]),
+        (calls(answer), vec![CALL, &*object], vec!["{\"a\": 1}", &*words]),
+        (calls(Alternative::Text(text)), vec![CALL, &*object, &*words], vec![]),
+    ] {
+        for answer in valid {
+            let reasoned = format!("So.{CLOSE}{answer}");
+            assert!(accepts(&after(Some(OPEN), &grammar), answer), "{answer}");
+            assert!(accepts(&after(Some(OPEN), &grammar), &(OPEN.to_owned() + &reasoned)));
+            assert!(accepts(&after(None, &grammar), &reasoned), "{reasoned}");
+        }
+        for answer in invalid {
+            assert!(!accepts(&after(Some(OPEN), &grammar), answer), "{grammar:?} {answer}");
+            let reasoned = format!("{OPEN}So.{CLOSE}{answer}");
+            assert!(!accepts(&after(Some(OPEN), &grammar), &reasoned), "{grammar:?} {answer}");
+        }
     }
 }

@@ -21,7 +21,7 @@ use crate::node_core::Refusal;
 /// Version of [`proto::v1::Grammar`] that nodes support, as announced in their records. Version 2
 /// has tool calls, version 3 context-free grammars, version 4 reasoning, and calls in sections or
 /// with parameters.
-pub const GRAMMAR_VERSION: u32 = 4;
+pub const GRAMMAR_VERSION: u32 = 5;
 
 /// Callback that receives the times of the compilation and of each token bitmask.
 pub type Timer = Arc<dyn Fn(TimedOperation, Duration) + Send + Sync>;
@@ -258,7 +258,11 @@ mod tests {
         assert_eq!(silent(&calls("llama3", true)), [1, 2]);
         assert_eq!(silent(&calls("llama3", false)), [0, 1, 2]);
         assert_eq!(silent(&Grammar::json_object()), [0, 1, 2]);
-        let tags = ReasoningTags { open: None, close: "</tool_call>".into() };
+        let tags = ReasoningTags {
+            open: None,
+            close: "</tool_call>".into(),
+            before_answer: String::new(),
+        };
         let grammar = Box::new(Grammar::json_object());
         assert_eq!(silent(&Grammar::AfterReasoning { tags, grammar }), [0, 1]);
         assert_eq!(silent(&Grammar::Regex(".*".into())), [0, 1, 2]);

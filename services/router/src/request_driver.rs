@@ -17,7 +17,7 @@ use proto::{
     v1,
 };
 use router_core::{AnswerSpec, ArrivedRequest, Flow, LoadBound, WaitLimits};
-use text::{ReasoningStart, StopStrings};
+use text::{ReasoningFormat, StopStrings};
 use tokio::{
     task::{AbortHandle, JoinHandle},
     time::Instant,
@@ -190,9 +190,10 @@ async fn prepare(
     })?;
     let limits = served_limits(front, &model)?;
     let is_chat = matches!(fields.prompts[..], [PromptSource::Chat(_)]);
-    let may_reason = is_chat && model.text.reasoning_format().is_some();
+    let reasoning_format = model.text.reasoning_format().filter(|_| is_chat);
     let grammar = options.grammar.take();
-    let version = check_grammar(front, &model, grammar.as_ref(), may_reason, deadline).await?;
+    let version =
+        check_grammar(front, &model, grammar.as_ref(), reasoning_format, deadline).await?;
     let bad_words = check_sampling(front, &model, &options)?;
     let seed = random_bits()? as u64;
     let cache_salt = record.caller().salt_for_nodes(tenant.as_ref(), &options.cache_salt);
@@ -208,9 +209,11 @@ async fn prepare(
         let at = is_list.then_some(index);
         let prompt = tokenize(&model, source, at, &options, &limits, keying.clone(), deadline);
         let TokenizedPrompt { tokens, prefix, reasoning_start } = prompt.await?;
-        if may_reason {
-            reasoning = reasoning_reading(&model, reasoning_start);
-        }
+        reasoning = reasoning_format.map(|format| ReasoningReading {
+            format,
+            start: reasoning_start,
+            closing_token: format.closing_token(model.text.tokenizer()),
+        });
         let tags = reasoning.and_then(ReasoningReading::tags);
         let grammar = grammar.as_ref().map(|grammar| Arc::new(grammar.for_nodes(tags)));
         let mut sampling = options.sampling(
@@ -327,13 +330,6 @@ fn served_limits(front: &Front, model: &ServedModel) -> Result<ModelLimits, Requ
     })
 }
 
-/// Returns how to read the reasoning of a chat's answer; `None` if the model does not reason.
-fn reasoning_reading(model: &ServedModel, start: ReasoningStart) -> Option<ReasoningReading> {
-    let format = model.text.reasoning_format()?;
-    let closing_token = format.closing_token(model.text.tokenizer());
-    Some(ReasoningReading { format, start, closing_token })
-}
-
 /// Tokenizes a prompt. An error of one of several prompts whose values are pooled names its index.
 async fn tokenize(
     model: &ServedModel,
@@ -409,12 +405,12 @@ async fn check_grammar(
     front: &Front,
     model: &ServedModel,
     grammar: Option<&RequestedGrammar>,
-    may_reason: bool,
+    reasoning: Option<&ReasoningFormat>,
     deadline: RequestDeadline,
 ) -> Result<u32, RequestError> {
     let Some(grammar) = grammar else { return Ok(0) };
     deadline.limit(model.text.check_grammar(grammar)).await??;
-    let version = grammar.version(may_reason);
+    let version = grammar.version(reasoning);
     // Without a node the version is unknown, and the request waits for a node in its core.
     let newest = front.nodes.grammar_version(&model.name);
     if newest.is_some_and(|newest| newest < version) {

@@ -121,7 +121,11 @@ async fn model_without_reasoning_reports_none() {
 #[tokio::test]
 async fn grammar_begins_after_the_reasoning() {
     let tag = |open: Option<&str>| {
-        Some(Thought { open: open.map(str::to_owned), close: "</think>".to_owned() })
+        Some(Thought {
+            open: open.map(str::to_owned),
+            close: "</think>".to_owned(),
+            before_answer: String::new(),
+        })
     };
     for (opening, thought) in
         [("<think>\n", tag(None)), ("", tag(Some("<think>"))), ("<think>\n\n</think>\n\n", None)]
@@ -143,6 +147,82 @@ async fn grammar_begins_after_the_reasoning() {
         let (reasoning, content, ..) = parts_of(&cluster, chat(body.clone()), stream).await;
         assert_eq!((reasoning.as_str(), content.as_str()), ("So.", "{}"));
     }
+}
+
+/// A template in the style of gpt-oss.
+const HARMONY: &str = "{%- if tools %}<|channel|>commentary{{ tools | tojson }}{%- endif %}
+    {%- for message in messages %}
+        {%- if message.thinking %}{{ '<|channel|>analysis<|message|>' + message.thinking }}{%- endif %}
+        {{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
+    {%- endfor %}<|start|>assistant";
+
+#[tokio::test]
+async fn answers_in_harmony_are_read_whatever_their_headers() {
+    let cluster = Cluster::start_with_template(HARMONY, "").await;
+    let path =
+        concat!(env!("CARGO_MANIFEST_DIR"), "/../text/tests/formats/reasoning_harmony.jsonl");
+    let outputs = std::fs::read_to_string(path).unwrap();
+    let outputs: Vec<Value> =
+        outputs.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let after_start = |output: &&Value| output["prompt"].as_str().unwrap().ends_with("assistant");
+    for output in outputs.iter().filter(after_start) {
+        cluster.decode[0].answer_with(&encode(output["text"].as_str().unwrap()));
+        for stream in [false, true] {
+            let body = chat(json!({"tools": null, "max_tokens": 1000}));
+            let (reasoning, content, calls, _) = parts_of(&cluster, body, stream).await;
+            assert_eq!(json!([reasoning, content]), json!([output["reasoning"], output["rest"]]));
+            assert_eq!(calls, 0);
+        }
+    }
+}
+
+#[tokio::test]
+async fn calls_in_harmony_are_calls_beside_reasoning_and_content() {
+    let reasoning = "<|channel|>analysis<|message|>The clock.<|end|>";
+    let rest = "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|><|start|>assistant \
+                to=functions.clock<|channel|>commentary json<|message|>{}<|call|>";
+    let cluster = Cluster::start_with_template(HARMONY, &(reasoning.to_owned() + rest)).await;
+    for stream in [false, true] {
+        let (its_reasoning, content, calls, tokens) =
+            parts_of(&cluster, chat(json!({})), stream).await;
+        assert_eq!((&*its_reasoning, &*content, calls), ("The clock.", "I look.", 1));
+        let expected = encode(reasoning).len() as u64;
+        assert!(tokens.abs_diff(expected) <= 1, "{tokens} {expected}");
+    }
+    let thought = Some(Thought {
+        open: Some("<|channel|>analysis<|message|>".to_owned()),
+        close: "<|end|><|start|>assistant".to_owned(),
+        before_answer: "<|channel|>final<|message|>".to_owned(),
+    });
+    for extra in [
+        json!({"tools": null, "response_format": {"type": "json_object"}}),
+        json!({"response_format": {"type": "json_object"}}),
+        json!({"tool_choice": "required"}),
+    ] {
+        assert_eq!(cluster.client.post(PATH, &chat(extra)).await.status, 200);
+        let calls = cluster.decode[0].calls();
+        let grammar = calls.last().unwrap().attempt.grammar.as_ref().unwrap();
+        assert_eq!(grammar.thought, thought, "{grammar:?}");
+    }
+}
+
+#[tokio::test]
+async fn template_that_reads_thinking_gets_the_earlier_reasoning() {
+    let cluster = Cluster::start_with_template(HARMONY, "Hi").await;
+    let call = json!({"type": "function", "function": {"name": "clock", "arguments": "{}"}});
+    let messages = json!([
+        {"role": "assistant", "content": "Yes", "reasoning_content": "So"},
+        {"role": "assistant", "content": "I look.", "reasoning": "A clock.", "tool_calls": [call]},
+        {"role": "tool", "content": "noon"},
+    ]);
+    let body = chat(json!({"messages": messages, "tools": null}));
+    assert_eq!(cluster.client.post(PATH, &body).await.status, 200);
+    let prompt = &cluster.decode[0].calls()[0].attempt.tokens;
+    let prompt = common::model_text().tokenizer().decode(prompt, false);
+    let expected = "<|channel|>analysis<|message|>So<|start|>assistant<|message|>Yes<|end|>\
+                    <|channel|>analysis<|message|>A clock.\nI look.<|start|>assistant<|message|>\
+                    <|end|><|start|>tool<|message|>noon<|end|><|start|>assistant";
+    assert_eq!(prompt, expected);
 }
 
 #[tokio::test]

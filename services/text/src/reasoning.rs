@@ -1,20 +1,21 @@
 //! Reasoning in the text of an answer.
 //!
-//! A reasoning model writes its reasoning between two tags before its answer. Each pair of tags is
-//! one file of this module and one entry of [`FORMATS`]. [`ReasoningParser`] separates the
-//! reasoning from the rest of streamed text.
+//! A reasoning model writes its reasoning between two tags before its answer, or as messages of
+//! their own. Each format is one file of this module and one entry of [`FORMATS`].
+//! [`ReasoningParser`] separates the reasoning from the rest of streamed text.
 
+mod harmony;
 mod mistral_think;
-mod parser;
 mod seed_think;
+mod tag_parser;
 mod think;
 
-pub use parser::{ReasoningParser, SplitText};
-
+use self::{harmony::MessageParser, tag_parser::TagParser};
 use crate::tokenizer::Tokenizer;
 
 /// Every known format. A template is matched in this order.
-static FORMATS: [ReasoningFormat; 3] = [think::FORMAT, mistral_think::FORMAT, seed_think::FORMAT];
+static FORMATS: [ReasoningFormat; 4] =
+    [think::FORMAT, mistral_think::FORMAT, seed_think::FORMAT, harmony::FORMAT];
 
 /// Format of a model's reasoning.
 #[derive(Debug, PartialEq, Eq)]
@@ -26,6 +27,40 @@ pub struct ReasoningFormat {
     pub open: &'static str,
     /// Tag that ends the reasoning.
     pub close: &'static str,
+    /// Text that begins an answer which is not a call.
+    pub before_answer: &'static str,
+    /// Text of the chat templates of models that reason in this format.
+    in_template: &'static str,
+    /// Tags that may be special tokens.
+    tags: &'static [&'static str],
+    syntax: ReasoningSyntax,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum ReasoningSyntax {
+    /// Reasoning between tags at the beginning of an answer.
+    Tags,
+    /// Reasoning, content and calls in messages of harmony.
+    Messages,
+}
+
+/// Parser of one answer.
+///
+/// Lifecycle: [`push`](Self::push) for each piece of text, then [`finish`](Self::finish).
+#[derive(Clone, Debug)]
+pub struct ReasoningParser(FormatParser);
+
+#[derive(Clone, Debug)]
+enum FormatParser {
+    Tags(TagParser),
+    Messages(MessageParser),
+}
+
+/// Final text of a piece: reasoning, then a part of the rest of the answer.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SplitText {
+    pub reasoning: String,
+    pub rest: String,
 }
 
 /// Choice of a model's format of reasoning.
@@ -63,12 +98,12 @@ impl ReasoningFormat {
 
     /// Returns whether `text` is a tag of any format.
     pub fn is_tag(text: &[u8]) -> bool {
-        Self::all().any(|it| [it.open, it.close].iter().any(|tag| tag.as_bytes() == text))
+        Self::all().any(|format| format.tags.iter().any(|tag| tag.as_bytes() == text))
     }
 
     /// Returns the format that a chat template renders or removes, if known.
     pub(crate) fn of_template(source: &str) -> Option<&'static Self> {
-        Self::all().find(|format| source.contains(format.close))
+        Self::all().find(|format| source.contains(format.in_template))
     }
 
     /// Returns the state after the rendered prompt: some templates end it with the opening tag, or
@@ -77,7 +112,9 @@ impl ReasoningFormat {
         let prompt = prompt.trim_end();
         match () {
             () if prompt.ends_with(self.open) => ReasoningStart::Reasoning,
-            () if prompt.ends_with(self.close) => ReasoningStart::Answer,
+            () if prompt.ends_with(&(self.close.to_owned() + self.before_answer)) => {
+                ReasoningStart::Answer
+            }
             () => ReasoningStart::Undecided,
         }
     }
@@ -97,7 +134,72 @@ impl ReasoningFormat {
     /// Returns the tags that are special tokens: they become text even if the request skips special
     /// tokens, because the parser needs them.
     pub fn shown_tokens(&self, tokenizer: &Tokenizer) -> Vec<u32> {
-        let ids = [self.open, self.close].into_iter().filter_map(|tag| tokenizer.token_id(tag));
+        let ids = self.tags.iter().filter_map(|tag| tokenizer.token_id(tag));
         ids.filter(|&id| tokenizer.is_special(id)).collect()
     }
+}
+
+impl ReasoningParser {
+    /// Creates the parser of an answer that begins at `start`.
+    pub fn new(format: &'static ReasoningFormat, start: ReasoningStart) -> Self {
+        Self(match format.syntax {
+            ReasoningSyntax::Tags => FormatParser::Tags(TagParser::new(format, start)),
+            ReasoningSyntax::Messages => FormatParser::Messages(MessageParser::new(start)),
+        })
+    }
+
+    /// Returns whether the next text may begin reasoning, and is no reasoning so far.
+    pub fn is_undecided(&self) -> bool {
+        match &self.0 {
+            FormatParser::Tags(parser) => parser.is_undecided(),
+            FormatParser::Messages(parser) => parser.is_in_header(),
+        }
+    }
+
+    /// Returns whether the text so far ends within the reasoning.
+    pub fn is_thinking(&self) -> bool {
+        match &self.0 {
+            FormatParser::Tags(parser) => parser.is_thinking(),
+            FormatParser::Messages(parser) => parser.is_thinking(),
+        }
+    }
+
+    /// Returns whether all further text belongs to the rest of the answer.
+    pub fn is_done(&self) -> bool {
+        match &self.0 {
+            FormatParser::Tags(parser) => parser.is_done(),
+            FormatParser::Messages(_) => false,
+        }
+    }
+
+    /// Processes the next piece of text.
+    pub fn push(&mut self, text: &str) -> Vec<SplitText> {
+        match &mut self.0 {
+            FormatParser::Tags(parser) => vec![parser.push(text)],
+            FormatParser::Messages(parser) => {
+                let mut all = Vec::new();
+                parser.push(text, &mut all);
+                all
+            }
+        }
+    }
+
+    /// Ends the answer and returns the text that was held back.
+    pub fn finish(self) -> Vec<SplitText> {
+        match self.0 {
+            FormatParser::Tags(parser) => vec![parser.finish()],
+            FormatParser::Messages(parser) => {
+                let mut all = Vec::new();
+                parser.finish(&mut all);
+                all
+            }
+        }
+    }
+}
+
+/// Returns the length of the longest end of `text` that is a beginning of `tag`, but not the whole
+/// tag.
+fn partial_tag(text: &str, tag: &str) -> usize {
+    let lengths = tag.char_indices().map(|(length, _)| length);
+    lengths.filter(|&length| text.ends_with(&tag[..length])).max().unwrap_or(0)
 }

@@ -28,7 +28,7 @@ use minijinja::{
     value::{Kwargs, Serde},
 };
 
-use self::messages::ContentForms;
+use self::messages::{ContentForms, ThinkingForm};
 use crate::{source::TemplateSources, tokenizer::Tokenizer};
 
 /// Maximum steps of one rendering. A thousand messages need about 50,000.
@@ -120,6 +120,8 @@ pub struct ChatTemplate {
     takes_tools: bool,
     /// Roles that the template does not name, each with the role that its messages get.
     substitutes: Vec<(&'static str, &'static str)>,
+    /// `None` where no template reads the reasoning of an earlier answer as `thinking`.
+    thinking: Option<ThinkingForm>,
     special_tokens: BTreeMap<String, String>,
     /// Whether the template renders a plain conversation; set when a rendering fails.
     works: OnceLock<bool>,
@@ -151,6 +153,8 @@ impl ChatTemplate {
         let templates = [(DEFAULT, Some(default)), (TOOL_USE, sources.tool_use)];
         let substitutes =
             messages::substitutes(templates.iter().filter_map(|(_, source)| source.as_deref()));
+        let thinking =
+            templates.iter().find_map(|(_, it)| ThinkingForm::of_template(it.as_deref()?));
         for (name, source) in templates {
             let Some(source) = source else { continue };
             environment.add_template_owned(name, source::for_minijinja(&source)).map_err(
@@ -166,6 +170,7 @@ impl ChatTemplate {
             has_tool_use,
             takes_tools,
             substitutes,
+            thinking,
             special_tokens: sources.special_tokens,
             works: OnceLock::new(),
             content_forms: Default::default(),
@@ -239,7 +244,10 @@ impl ChatTemplate {
         let name = if with_tools && self.has_tool_use { TOOL_USE } else { DEFAULT };
         let forms = &self.content_forms[usize::from(name == TOOL_USE)];
         let forms = forms.get_or_init(|| ContentForms::of(|messages| self.probe(name, messages)));
-        let normalised = messages::normalise(request.messages, &self.substitutes, forms)?;
+        let mut normalised = messages::normalise(request.messages, &self.substitutes, forms)?;
+        if let Some(form) = self.thinking {
+            form.apply(&mut normalised);
+        }
         let (messages, tools) = (marked(&normalised), marked(request.tools));
         let tools = if with_tools { Value::from(Serde(&*tools)) } else { Value::from(()) };
 

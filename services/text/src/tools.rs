@@ -16,6 +16,7 @@ mod python;
 mod deepseek_v3;
 mod deepseek_v3_1;
 mod glm4_5;
+mod harmony;
 mod hermes;
 mod kimi_k2;
 mod llama3;
@@ -33,7 +34,8 @@ pub use parser::{ToolParser, ToolPiece};
 use crate::tokenizer::Tokenizer;
 
 /// Every known format. A template is matched in this order.
-static FORMATS: [ToolFormat; 11] = [
+static FORMATS: [ToolFormat; 12] = [
+    harmony::FORMAT,
     minimax_m2::FORMAT,
     qwen3_coder::FORMAT,
     glm4_5::FORMAT,

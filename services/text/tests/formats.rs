@@ -107,7 +107,7 @@ fn outputs_of_every_reasoning_format_are_split_whole_and_in_pieces() {
                 let mut parser = ReasoningParser::new(format, start);
                 let mut all = SplitText::default();
                 let splits = pieces.iter().map(|piece| parser.push(piece)).collect::<Vec<_>>();
-                for split in splits.into_iter().chain([parser.finish()]) {
+                for split in splits.into_iter().chain([parser.finish()]).flatten() {
                     all.reasoning += &split.reasoning;
                     all.rest += &split.rest;
                 }
@@ -128,8 +128,9 @@ fn page_lists_every_format() {
     let page =
         fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/api.md")).unwrap();
     let tools = ToolFormat::all().map(|it| (it.name, it.models, it.form.to_owned()));
-    let reasoning = ReasoningFormat::all()
-        .map(|it| (it.name, it.models, format!("`{}...{}`", it.open, it.close)));
+    let reasoning = ReasoningFormat::all().map(|it| {
+        (it.name, it.models, format!("`{}...{}`", it.open, it.close).replace('|', r"\|"))
+    });
     for (name, models, form) in tools.chain(reasoning) {
         let row = format!("| `{name}` | {models} | {form} |\n");
         assert!(page.contains(&row), "docs/api.md lacks {row}");

@@ -61,7 +61,12 @@ impl ReasoningReading {
             ReasoningStart::Reasoning => None,
             ReasoningStart::Undecided => Some(self.format.open.to_owned()),
         };
-        Some(ReasoningTags { open, close: self.format.close.to_owned() })
+        let ReasoningFormat { close, before_answer, .. } = self.format;
+        Some(ReasoningTags {
+            open,
+            close: (*close).to_owned(),
+            before_answer: (*before_answer).to_owned(),
+        })
     }
 }
 
@@ -134,12 +139,12 @@ impl AnswerReader {
 
     /// Processes the next tokens of the answer and their text.
     pub(crate) fn push(&mut self, tokens: &[Token], text: String) -> Vec<AnswerPiece> {
-        let split = match &mut self.reasoning {
+        let splits = match &mut self.reasoning {
             Some(reader) => reader.push(tokens, text),
-            None => SplitText { reasoning: String::new(), rest: text },
+            None => vec![SplitText { reasoning: String::new(), rest: text }],
         };
         let mut pieces = Vec::new();
-        self.append(split, &mut pieces);
+        self.append(splits, &mut pieces);
         pieces
     }
 
@@ -163,14 +168,16 @@ impl AnswerReader {
         self.reasoning.as_ref().map(|reader| reader.token_count)
     }
 
-    fn append(&mut self, split: SplitText, pieces: &mut Vec<AnswerPiece>) {
-        if !split.reasoning.is_empty() {
-            pieces.push(AnswerPiece::Reasoning(split.reasoning));
-        }
-        match &mut self.calls {
-            _ if split.rest.is_empty() => {}
-            Some(reader) => reader.push(&split.rest, pieces),
-            None => pieces.push(AnswerPiece::Content(split.rest)),
+    fn append(&mut self, splits: Vec<SplitText>, pieces: &mut Vec<AnswerPiece>) {
+        for SplitText { reasoning, rest } in splits {
+            if !reasoning.is_empty() {
+                pieces.push(AnswerPiece::Reasoning(reasoning));
+            }
+            match &mut self.calls {
+                _ if rest.is_empty() => {}
+                Some(reader) => reader.push(&rest, pieces),
+                None => pieces.push(AnswerPiece::Content(rest)),
+            }
         }
     }
 }
@@ -194,31 +201,32 @@ impl ReasoningReader {
         Self { parser, closing_token, token_count: 0, undecided_count: 0, counts: true }
     }
 
-    fn push(&mut self, tokens: &[Token], text: String) -> SplitText {
+    fn push(&mut self, tokens: &[Token], text: String) -> Vec<SplitText> {
         if !self.counts && self.parser.is_done() {
-            return SplitText { reasoning: String::new(), rest: text };
+            return vec![SplitText { reasoning: String::new(), rest: text }];
         }
         let was_thinking = self.parser.is_thinking();
-        let split = self.parser.push(&text);
+        let splits = self.parser.push(&text);
         if self.counts {
-            self.count(tokens, was_thinking || !split.reasoning.is_empty());
+            let has_reasoning = splits.iter().any(|split| !split.reasoning.is_empty());
+            self.count(tokens, was_thinking || has_reasoning);
         }
-        split
+        splits
     }
 
     /// Counts the tokens up to the one that ends the reasoning. `has_reasoning`: the text of
     /// these tokens, or the text before, belongs to the reasoning.
     fn count(&mut self, tokens: &[Token], has_reasoning: bool) {
         let close = tokens.iter().position(|token| Some(token.id) == self.closing_token);
-        if self.parser.is_undecided() {
-            self.undecided_count += tokens.len() as u64;
-            return;
-        }
         if self.parser.is_thinking() || has_reasoning || close.is_some() {
             let count = close.map_or(tokens.len(), |at| at + 1);
             self.token_count += std::mem::take(&mut self.undecided_count) + count as u64;
+        } else if self.parser.is_undecided() {
+            self.undecided_count += tokens.len() as u64;
+        } else {
+            self.undecided_count = 0;
         }
-        self.counts = close.is_none() && self.parser.is_thinking();
+        self.counts = close.is_none() && !self.parser.is_done();
     }
 }
 

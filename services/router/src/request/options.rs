@@ -6,7 +6,7 @@ use std::ops::RangeInclusive;
 
 use grammar::{Alternative, Grammar, GrammarError, ReasoningTags, ToolCalls};
 use proto::v1::{self, Sampling};
-use text::SamplingDefaults;
+use text::{ReasoningFormat, SamplingDefaults};
 
 use super::error::{FieldError, redacted};
 
@@ -462,10 +462,11 @@ impl RequestedGrammar {
     }
 
     /// Returns the grammar version that a node must support for this grammar, perhaps after
-    /// reasoning.
-    pub(crate) fn version(&self, may_reason: bool) -> u32 {
+    /// reasoning in this format.
+    pub(crate) fn version(&self, reasoning: Option<&ReasoningFormat>) -> u32 {
         match &self.grammar {
-            _ if may_reason => 4,
+            _ if reasoning.is_some_and(|format| !format.before_answer.is_empty()) => 5,
+            _ if reasoning.is_some() => 4,
             Grammar::JsonSchema(_) | Grammar::Regex(_) => 1,
             Grammar::ToolCalls(ToolCalls { syntax, .. })
                 if syntax.bare_name || !syntax.begin.is_empty() =>
@@ -507,8 +508,8 @@ fn wire_grammar(grammar: Grammar) -> v1::Grammar {
         Grammar::Regex(text) => v1::grammar::Kind::Regex(text),
         Grammar::ContextFree(text) => v1::grammar::Kind::ContextFree(text),
         Grammar::ToolCalls(calls) => v1::grammar::Kind::ToolCalls(tool_calls(calls)),
-        Grammar::AfterReasoning { tags: ReasoningTags { open, close }, grammar } => {
-            let thought = Some(v1::Thought { open, close });
+        Grammar::AfterReasoning { tags: ReasoningTags { open, close, before_answer }, grammar } => {
+            let thought = Some(v1::Thought { open, close, before_answer });
             return v1::Grammar { thought, ..wire_grammar(*grammar) };
         }
     };

@@ -564,7 +564,7 @@ impl ScriptedNode {
             token_time: Mutex::new(Duration::from_millis(1)),
             calls: Mutex::new(vec![]),
             open: AtomicUsize::new(0),
-            grammar_version: AtomicU32::new(4),
+            grammar_version: AtomicU32::new(5),
             pooling: AtomicBool::new(true),
             sampling_version: AtomicU32::new(1),
             adapters: Mutex::default(),

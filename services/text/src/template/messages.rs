@@ -101,6 +101,42 @@ pub(super) fn normalise(
     Ok(Value::Array(normalised.collect::<Result<_, _>>()?))
 }
 
+/// Form of `thinking`, the reasoning of an earlier answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ThinkingForm {
+    BesideContent,
+    /// The template takes content beside calls for reasoning, and refuses both.
+    InsteadOfContent,
+}
+
+impl ThinkingForm {
+    /// Returns the form; `None` for a template that does not read `thinking`.
+    pub(super) fn of_template(source: &str) -> Option<Self> {
+        let is_harmony = source.contains("<|channel|>analysis");
+        source.contains("message.thinking").then_some(match is_harmony {
+            true => Self::InsteadOfContent,
+            false => Self::BesideContent,
+        })
+    }
+
+    /// Adds the reasoning of earlier answers as `thinking`.
+    pub(super) fn apply(self, messages: &mut Value) {
+        let fields = messages.as_array_mut().into_iter().flatten().filter_map(Value::as_object_mut);
+        for fields in fields {
+            let Some(Value::String(reasoning)) = fields.get("reasoning_content") else { continue };
+            let mut thinking = reasoning.clone();
+            if self == Self::InsteadOfContent
+                && fields.contains_key("tool_calls")
+                && let Some(Value::String(content)) = fields.get_mut("content")
+                && !content.is_empty()
+            {
+                thinking = format!("{thinking}\n{}", std::mem::take(content));
+            }
+            fields.insert("thinking".to_owned(), thinking.into());
+        }
+    }
+}
+
 /// Message with its index in the request.
 struct IndexedMessage {
     index: usize,

@@ -4,13 +4,13 @@
 //! except white space and the beginning of a tag. White space around a tag belongs to the tag.
 //! Without a closing tag the reasoning extends to the end of the answer.
 
-use super::{ReasoningFormat, ReasoningStart};
+use super::{ReasoningFormat, ReasoningStart, SplitText, partial_tag};
 
 /// Parser of one answer.
 ///
 /// Lifecycle: [`push`](Self::push) for each piece of text, then [`finish`](Self::finish).
 #[derive(Clone, Debug)]
-pub struct ReasoningParser {
+pub(super) struct TagParser {
     format: &'static ReasoningFormat,
     state: ReasoningState,
     /// Text that is held back: white space and the beginning of a tag.
@@ -32,16 +32,9 @@ enum ReasoningState {
     Rest,
 }
 
-/// Final text of a piece: the end of the reasoning, then the rest of the answer.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct SplitText {
-    pub reasoning: String,
-    pub rest: String,
-}
-
-impl ReasoningParser {
+impl TagParser {
     /// Creates the parser of an answer that begins at `start`.
-    pub fn new(format: &'static ReasoningFormat, start: ReasoningStart) -> Self {
+    pub(super) fn new(format: &'static ReasoningFormat, start: ReasoningStart) -> Self {
         let state = match start {
             ReasoningStart::Undecided => ReasoningState::Undecided,
             ReasoningStart::Reasoning => ReasoningState::Opened,
@@ -51,22 +44,22 @@ impl ReasoningParser {
     }
 
     /// Returns whether no reasoning has begun, but may begin.
-    pub fn is_undecided(&self) -> bool {
+    pub(super) fn is_undecided(&self) -> bool {
         self.state == ReasoningState::Undecided
     }
 
     /// Returns whether the text so far ends within the reasoning.
-    pub fn is_thinking(&self) -> bool {
+    pub(super) fn is_thinking(&self) -> bool {
         matches!(self.state, ReasoningState::Opened | ReasoningState::Reasoning)
     }
 
     /// Returns whether all further text belongs to the rest of the answer.
-    pub fn is_done(&self) -> bool {
+    pub(super) fn is_done(&self) -> bool {
         self.state == ReasoningState::Rest
     }
 
     /// Processes the next piece of text.
-    pub fn push(&mut self, text: &str) -> SplitText {
+    pub(super) fn push(&mut self, text: &str) -> SplitText {
         self.held.push_str(text);
         let mut split = SplitText::default();
         loop {
@@ -123,19 +116,12 @@ impl ReasoningParser {
     }
 
     /// Ends the answer and returns the text that was held back.
-    pub fn finish(self) -> SplitText {
+    pub(super) fn finish(self) -> SplitText {
         match self.is_thinking() {
             true => SplitText { reasoning: self.held, rest: String::new() },
             false => SplitText { reasoning: String::new(), rest: self.held },
         }
     }
-}
-
-/// Returns the length of the longest end of `text` that is a beginning of `tag`, but not the whole
-/// tag.
-fn partial_tag(text: &str, tag: &str) -> usize {
-    let lengths = tag.char_indices().map(|(length, _)| length);
-    lengths.filter(|&length| text.ends_with(&tag[..length])).max().unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -148,7 +134,7 @@ mod tests {
 
     fn read(is_open: bool, pieces: &[&str]) -> SplitText {
         let start = if is_open { ReasoningStart::Reasoning } else { ReasoningStart::Undecided };
-        let mut parser = ReasoningParser::new(&FORMAT, start);
+        let mut parser = TagParser::new(&FORMAT, start);
         let mut all = SplitText::default();
         let mut add = |split: SplitText| {
             assert!(all.rest.is_empty() || split.reasoning.is_empty(), "{all:?} {split:?}");
@@ -162,7 +148,7 @@ mod tests {
 
     #[test]
     fn reasoning_is_emitted_once_it_cannot_belong_to_a_tag() {
-        let mut parser = ReasoningParser::new(&FORMAT, ReasoningStart::Undecided);
+        let mut parser = TagParser::new(&FORMAT, ReasoningStart::Undecided);
         for (piece, reasoning, rest) in [
             ("<think>\n", "", ""),
             ("So", "So", ""),
