@@ -109,7 +109,7 @@ pub enum Input {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
     /// `Receive`, `Compute`: the sequence has blocks, so the router may emit token 0. Sent once.
-    /// `cached_tokens` of the prompt were in the prefix cache; `local_prefill`: no prefill node is
+    /// `cached_tokens` of the tokens were in the prefix cache; `local_prefill`: no prefill node is
     /// needed.
     Admitted { id: SequenceId, cached_tokens: u32, local_prefill: bool },
     /// `Receive`: request the prompt's blocks from number `first_block` on from the prefill peer.

@@ -39,7 +39,7 @@ pub(super) struct Sequence {
     pub(super) has_old_kv: bool,
     /// Whether the prompt began with a prefix cache hit when the sequence was first admitted.
     pub(super) continues: bool,
-    /// Prompt tokens that were cached when the sequence was first admitted.
+    /// Tokens that were cached when the sequence was first admitted.
     pub(super) cached_tokens: Option<u32>,
     /// Length at which the request ends without a stop token.
     pub(super) length_max: usize,
@@ -360,9 +360,9 @@ impl Sequence {
         }
     }
 
-    /// Stores the number of cached tokens at the first admission, which the client sees in the
-    /// usage.
+    /// Stores the number of cached tokens at the first admission, tokens of earlier attempts
+    /// included.
     pub(super) fn set_cached(&mut self, tokens: usize) {
-        self.cached_tokens.get_or_insert(tokens.min(self.prompt_len) as u32);
+        self.cached_tokens.get_or_insert(tokens as u32);
     }
 }
