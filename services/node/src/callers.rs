@@ -35,6 +35,7 @@ impl Callers {
         let Arrival { call_number, attempt, replies, permit } = arrival;
         let call = Call {
             number: call_number,
+            request_id: attempt.request_id,
             weight_version: attempt.weight_version,
             prompt_hash: attempt.prompt_hash(),
             peer: attempt.peer,

@@ -32,6 +32,8 @@ use crate::{
 /// Queued commands of routers that belong to no attempt: new observers, peers to connect to, calls
 /// of operators.
 const ROUTER_COMMANDS_MAX: usize = 64;
+/// Interval at which a draining node checks whether its last attempt has ended.
+const IDLE_CHECK: Duration = Duration::from_millis(5);
 /// Commands that the node sends once each: [`EngineCommand::Drain`], [`EngineCommand::EndAll`],
 /// [`EngineCommand::Stop`].
 const NODE_COMMANDS_MAX: usize = 3;
@@ -275,10 +277,12 @@ impl EngineInbox {
         })
     }
 
-    /// Waits until the node has no attempt.
+    /// Waits until the node has no attempt. Does not wait for the semaphore: a waiter would take the
+    /// permits that are free, and a draining node accepts calls that move its sequences away.
     pub(crate) async fn idle(&self) {
-        // The semaphore is never closed.
-        let _ = self.permits.acquire_many(self.attempts_max).await;
+        while self.attempt_count() > 0 {
+            tokio::time::sleep(IDLE_CHECK).await;
+        }
     }
 
     pub(crate) fn attempt_count(&self) -> u32 {

@@ -98,14 +98,6 @@ impl NodeService {
         }
     }
 
-    /// Rejects every call after SIGTERM.
-    fn check_open(&self) -> Result<(), Refusal> {
-        if self.draining.is_cancelled() {
-            return Err(Refusal::Draining);
-        }
-        Ok(())
-    }
-
     /// Loads or unloads an adapter on a blocking thread and tells the routers, even if the caller
     /// has cancelled the call.
     async fn change_adapters<T: Send + 'static>(
@@ -142,8 +134,7 @@ impl NodeService {
         checked: fn(R, String, &AttemptLimits, Instant) -> Result<NewAttempt, Refusal>,
         message: fn(Reply) -> Option<T>,
     ) -> Result<Response<MessageStream<T>>, Status> {
-        // 1. The node does not end, and the peer of the transfer is a member.
-        self.check_open()?;
+        // 1. The peer of the transfer is a member.
         self.check_member(field, peer.as_ref())?;
         // 2. Every field is valid.
         let traceparent = traceparent(request.metadata());
@@ -153,7 +144,10 @@ impl NodeService {
         let attempt = self.grammars.constrained(attempt).await?;
         // 4. The engine thread gives the attempt to `NodeCore`, which accepts it. From here on
         //    `node_core::take_turn` shows the order: scheduler, device, transfers, replies.
-        let replies = self.inbox.begin(attempt).await?;
+        let replies = self.inbox.begin(attempt).await.map_err(|refusal| match refusal {
+            Refusal::Stopped if self.draining.is_cancelled() => Refusal::Draining,
+            refusal => refusal,
+        })?;
         // 5. Each reply becomes a message. Dropping the stream cancels the attempt.
         Ok(Response::new(MessageStream { replies, message }))
     }
@@ -178,6 +172,10 @@ impl node_server::Node for NodeService {
         &self,
         request: Request<v1::DecodeRequest>,
     ) -> Result<Response<Self::DecodeStream>, Status> {
+        // The engine thread decides about a `Prefill` of a sequence that leaves this node.
+        if self.draining.is_cancelled() {
+            return Err(Refusal::Draining.into());
+        }
         let peer = ("prefill", request.get_ref().prefill.clone());
         let checked = NewAttempt::receive_or_compute;
         self.attempt(peer, request, checked, wire::decode_event).await

@@ -51,7 +51,7 @@ pub(super) struct Attempts {
     /// expectation, one range per chunk, a finish and an abort.
     commands: VecDeque<(Option<CallId>, transfer::Command)>,
     pub outputs: Outputs,
-    /// Whether new calls are rejected.
+    /// Whether new calls are rejected, except those of sequences that move to another node.
     is_draining: bool,
 }
 
@@ -85,6 +85,7 @@ impl SampledTokens {
 
 struct AttemptRecord {
     call: CallId,
+    request_id: u128,
     caller: CallerState,
     kind: SequenceKind,
     peer: Option<PeerAddress>,
@@ -177,7 +178,7 @@ impl Attempts {
     /// Handles the router's `Decode` or `Prefill` call.
     pub(super) fn call(&mut self, call: Call, now: Instant) {
         let (id, call_id) = (call.sequence.id, call.id());
-        let refusal = if self.is_draining {
+        let refusal = if self.is_draining && !self.moves_away(&call) {
             Some(Refusal::Draining)
         } else if call.weight_version != self.weight_version || self.weight_version == 0 {
             let (named, own) = (call.weight_version, self.weight_version);
@@ -196,6 +197,7 @@ impl Attempts {
         let has_grammar = call.sequence.constraint.is_some();
         let mut record = AttemptRecord {
             call: call_id,
+            request_id: call.request_id,
             caller: CallerState::Waiting,
             kind: call.sequence.kind,
             peer: call.peer,
@@ -218,6 +220,16 @@ impl Attempts {
         record.begin(stage, &mut self.outputs);
         self.records.insert(id, record);
         self.inputs.push_back(Input::Arrived(call.sequence));
+    }
+
+    /// Returns whether the call sends the KV of a sequence that this node decodes to another node.
+    fn moves_away(&self, call: &Call) -> bool {
+        let decodes = |record: &AttemptRecord| {
+            record.request_id == call.request_id
+                && record.kind != SequenceKind::Send
+                && record.caller == CallerState::Streaming
+        };
+        call.sequence.kind == SequenceKind::Send && self.records.values().any(decodes)
     }
 
     /// Accepts the call after the scheduler has seen its arrival and the resulting actions are

@@ -27,6 +27,8 @@ pub struct ObserverId(pub u64);
 #[derive(Clone, Debug)]
 pub struct Call {
     pub number: u64,
+    /// Equal for all attempts of a request.
+    pub request_id: u128,
     /// The weights that the router expects.
     pub weight_version: u64,
     pub sequence: NewSequence,

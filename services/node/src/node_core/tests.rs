@@ -53,7 +53,7 @@ fn call(id: u128, number: u64, kind: SequenceKind, now: Instant) -> Call {
         deadline: now + Duration::from_secs(600),
     };
     let peer = (kind != SequenceKind::Compute).then_some(peer);
-    Call { number, weight_version: 1, sequence, peer, prompt_hash: 0 }
+    Call { number, request_id: id, weight_version: 1, sequence, peer, prompt_hash: 0 }
 }
 
 /// The attempts without their scheduler: the test makes the actions and reads the inputs.

@@ -50,6 +50,7 @@ impl Process {
         let number = self.calls_begun;
         let call = Call {
             number,
+            request_id: attempt.request_id,
             weight_version: attempt.weight_version,
             prompt_hash: attempt.prompt_hash(),
             peer: attempt.peer,

@@ -296,6 +296,25 @@ fn close_ends_every_attempt_and_rejects_new_calls() {
     assert_eq!(scene.replies(), [Reply::Rejected(Refusal::Draining)]);
 }
 
+#[test]
+fn draining_node_accepts_the_prefill_of_a_sequence_that_it_decodes() {
+    let mut scene = Scene::accepted(SequenceKind::Compute);
+    scene.attempts.set_draining(true);
+    let second = |request_id, kind, now| Call { request_id, ..call(ID.0 + 1, 2, kind, now) };
+    for (request_id, kind) in [(ID.0, SequenceKind::Compute), (ID.0 + 1, SequenceKind::Send)] {
+        scene.attempts.call(second(request_id, kind, scene.now), scene.now);
+        assert_eq!(scene.replies(), [Reply::Rejected(Refusal::Draining)]);
+    }
+    scene.attempts.call(second(ID.0, SequenceKind::Send, scene.now), scene.now);
+    scene.attempts.scheduled(SequenceId(ID.0 + 1), scene.now);
+    assert_eq!(scene.replies(), [Reply::Accepted]);
+    // The node no longer decodes the sequence.
+    scene.attempts.cancel(CALL);
+    let third = Call { request_id: ID.0, ..call(ID.0 + 2, 3, SequenceKind::Send, scene.now) };
+    scene.attempts.call(third, scene.now);
+    assert_eq!(scene.replies(), [Reply::Rejected(Refusal::Draining)]);
+}
+
 /// The caller of a rejected call waits for a status, not for a stream.
 #[test]
 fn close_rejects_a_call_that_is_not_accepted_yet() {
