@@ -60,6 +60,7 @@ fn measure(args: &PickArgs, nodes: u32, roles: Roles) -> Result<Percentiles> {
         tokens: args.tokens,
         new_tokens_max: 256,
         local_prefill: false,
+        moves_from: None,
         prefix: &prefix,
         identity: None,
         any_weights: false,

@@ -26,7 +26,7 @@ mod record;
 pub use address::{MemberChange, Members, NodeAddress};
 pub use directory::{
     AssignmentId, BreakerChange, BreakerReason, Considered, ConsideredOption, Directory,
-    DirectoryAction, DirectoryInput, Failed, Health, IneligibleNode, Link, Member, NoNode,
+    DirectoryAction, DirectoryInput, Drain, Failed, Health, IneligibleNode, Link, Member, NoNode,
     NodeChoice, NodeKey, NodeRequirements, Picked, Placement, RequiredCapacity, Selection,
     StreamId,
 };

@@ -444,10 +444,9 @@ impl AnswerCore {
         let nodes = self.attempt.as_ref().map(|attempt| &attempt.nodes);
         if self.request.drain_check_is_due(now) {
             let requirements = self.request.requirements();
-            let grace = nodes.and_then(|nodes| {
-                shared.with(|router| router.grace_left(now, nodes, &requirements))
-            });
-            self.request.handle_drain_check(now, grace);
+            let drain = nodes
+                .and_then(|nodes| shared.with(|router| router.drain(now, nodes, &requirements)));
+            self.request.handle_drain_check(now, drain);
         }
         self.request.handle_deadline(now, |side| {
             nodes.and_then(|nodes| shared.with(|router| router.changed_at(nodes, side)))

@@ -45,7 +45,9 @@ use std::{
 };
 
 use bytes::Bytes;
-use cluster::{ModelIdentity, NoNode, NodeRecord, NodeRequirements, PrefixKeys, RequiredCapacity};
+use cluster::{
+    Drain, Epoch, ModelIdentity, NoNode, NodeRecord, NodeRequirements, PrefixKeys, RequiredCapacity,
+};
 use proto::{
     ids::{RequestId, TransferId},
     v1::{
@@ -70,7 +72,7 @@ use recovery::{NextStep, Recovery};
 /// one or two steps of a busy node; a shorter time follows from a predicted end of a node's queue.
 const RETRY_AFTER: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(25));
 /// Interval at which an attempt checks whether its decode node drains: short compared with any
-/// grace period.
+/// grace period. Attempts check at different times, so that they do not all move at once.
 const DRAIN_CHECK: Duration = Duration::from_millis(500);
 /// Minimum number of decoded tokens for predicting the rest of the answer from an attempt's
 /// inter-token latency.
@@ -187,6 +189,8 @@ pub struct RequestCore {
     any_weights: bool,
     /// Whether a stop token was delivered.
     has_stopped: bool,
+    /// Draining decode node of the previous attempt, which sends its KV to the next one.
+    moves_from: Option<Epoch>,
     /// Whether the previous attempt was paused, because the client did not read.
     was_paused: bool,
     stats: HandOverStats,
@@ -252,6 +256,7 @@ impl RequestCore {
             identity: None,
             any_weights: false,
             has_stopped: false,
+            moves_from: None,
             was_paused: false,
             stats: HandOverStats::default(),
             cached_tokens: None,
@@ -308,6 +313,13 @@ impl RequestCore {
         matches!(&self.state, RequestCoreState::Attempting(attempt) if attempt.state.expects_prefill())
     }
 
+    /// Returns whether the sequence moves with its KV from the draining node of the last attempt.
+    /// The owner keeps the Decode call of that attempt, unread, until the node accepts the next
+    /// attempt's Prefill call, or that attempt begins without one, or ends.
+    pub fn moves(&self) -> bool {
+        self.moves_from.is_some()
+    }
+
     /// Returns whether [`Self::handle_turn`] is awaited.
     pub fn expects_turn(&self) -> bool {
         matches!(self.state, RequestCoreState::WaitingForTurn { .. })
@@ -328,6 +340,7 @@ impl RequestCore {
             tokens: self.spec.prompt_tokens() + emitted,
             new_tokens_max: self.spec.sampling.max_tokens - emitted,
             local_prefill: self.recovery.local_prefill(),
+            moves_from: self.moves_from,
             prefix: &self.spec.prefix,
             identity: self.identity.as_ref(),
             any_weights: self.any_weights,
@@ -374,9 +387,15 @@ impl RequestCore {
                 decode: Some(peer(&decode)),
             }),
         };
+        // If the attempt fails, the next one is an ordinary attempt.
+        let moves_from = self.moves_from.take();
+        let moves = prefill.as_ref().is_some_and(|node| Some(node.epoch) == moves_from);
+        let moved_tokens =
+            if moves { self.spec.prompt_tokens() + self.emitted.next_index() } else { 0 };
         self.state = RequestCoreState::Attempting(Box::new(OpenAttempt {
             state: AttemptState::new(self.emitted.next_index(), prefill.is_some())
-                .awaiting_prompt(self.sampling().prompt_logprobs.is_some()),
+                .awaiting_prompt(self.sampling().prompt_logprobs.is_some())
+                .moving(moved_tokens),
             decode,
             prefill,
             actions: VecDeque::new(),
@@ -427,6 +446,7 @@ impl RequestCore {
     /// Handles a pick that found no decode node.
     pub fn handle_no_node(&mut self, now: Instant, reason: &NoNode) {
         debug_assert!(matches!(self.state, RequestCoreState::Picking));
+        self.moves_from = None;
         // A weight update may leave no node of the version that made the first tokens.
         if matches!(reason, NoNode::NoneFits { .. })
             && self.identity.is_some()
@@ -605,25 +625,32 @@ impl RequestCore {
         is_due && attempt.state.is_decoding() && !attempt.is_emitting
     }
 
-    /// Handles the rest of the decode node's grace period, if the node drains with a limit and
-    /// another node can take the request: migrates an answer that would not end in time. Answers of
-    /// one node migrate at different times in the first half of the grace period, so that the other
-    /// nodes do not recompute all of them at once.
-    pub fn handle_drain_check(&mut self, now: Instant, grace: Option<Duration>) {
+    /// Handles a drain of the decode node, if another node can take the request. An answer that
+    /// does not end soon moves with its KV. If the node cannot send KV, an answer that would not
+    /// end in the grace period migrates: answers of one node at different times in the first half
+    /// of the grace period, so that the other nodes do not recompute all of them at once.
+    pub fn handle_drain_check(&mut self, now: Instant, drain: Option<Drain>) {
         let tokens_left = self.spec.sampling.max_tokens - self.emitted.next_index();
         let is_complete = self.is_complete();
         let RequestCoreState::Attempting(attempt) = &mut self.state else { return };
         attempt.drain_check_at = now + DRAIN_CHECK;
         let stats = attempt.state.stats();
-        let Some(grace) = grace.filter(|_| stats.decoded_tokens >= DRAIN_TOKENS_MIN) else {
+        let Some(Drain { grace, sends_kv }) =
+            drain.filter(|_| stats.decoded_tokens >= DRAIN_TOKENS_MIN)
+        else {
             return;
         };
         let needed =
             stats.decode_wait.mul_f64(f64::from(tokens_left) / f64::from(stats.decoded_tokens));
-        let first = *attempt.grace_seen.get_or_insert(grace);
-        let spread = (self.spec.request_id.0 as u8) as f64 / 512.0;
-        if !is_complete && needed > grace && grace <= first.mul_f64(1.0 - spread) {
-            let failure = AttemptFailure::migrated(grace, needed);
+        let outlasts = |grace: Duration| {
+            let first = *attempt.grace_seen.get_or_insert(grace);
+            let spread = (self.spec.request_id.0 as u8) as f64 / 512.0;
+            needed > grace && grace <= first.mul_f64(1.0 - spread)
+        };
+        let moves = sends_kv && needed > DRAIN_CHECK;
+        if !is_complete && (moves || grace.is_some_and(outlasts)) {
+            self.moves_from = sends_kv.then_some(attempt.decode.epoch);
+            let failure = AttemptFailure::migrated(needed);
             self.act(now, vec![AttemptAction::Fail(failure)]);
         }
     }

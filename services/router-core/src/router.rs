@@ -10,8 +10,8 @@ use std::{
 };
 
 use cluster::{
-    BreakerChange, Directory, DirectoryAction, DirectoryInput, Failed, Health, Member, NoNode,
-    NodeRecord, NodeRequirements, Picked, RequiredCapacity, Role, Selection,
+    BreakerChange, Directory, DirectoryAction, DirectoryInput, Drain, Failed, Health, Member,
+    NoNode, NodeRecord, NodeRequirements, Picked, RequiredCapacity, Role, Selection,
 };
 use proto::ids::TransferId;
 use weight_transfer::WeightVersion;
@@ -386,15 +386,15 @@ impl RouterCore {
         Ok((picked, charge))
     }
 
-    /// Returns the time until the decode node aborts its sequences, if the node drains with a limit
-    /// and another node can take the request.
-    pub(crate) fn grace_left(
+    /// Returns how the decode node drains; `None` if the node does not drain, or no other node can
+    /// take the request.
+    pub(crate) fn drain(
         &self,
         now: Instant,
         nodes: &AttemptNodes,
         requirements: &NodeRequirements<'_>,
-    ) -> Option<Duration> {
-        self.directory.grace_left(now, nodes.decode.assignment, requirements)
+    ) -> Option<Drain> {
+        self.directory.drain(now, nodes.decode.assignment, requirements)
     }
 
     /// Handles a node that accepted the attempt: the stream of the call is open.

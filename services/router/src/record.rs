@@ -303,6 +303,12 @@ impl RequestRecord {
             let duration = Duration::from_micros(ended.stats.transfer_us);
             self.model.metrics.transfer_delivered(ended.stats.kv_bytes, duration);
         }
+        if ended.stats.moved_tokens > 0 {
+            // The KV of the last token was not computed before.
+            let tokens = ended.stats.moved_tokens - 1;
+            let recomputed = tokens.saturating_sub(ended.stats.cached_tokens);
+            self.model.metrics.sequence_moved(tokens, recomputed);
+        }
         let end = match &ended.outcome {
             AttemptOutcome::Complete
             | AttemptOutcome::AlreadyComplete
@@ -453,6 +459,7 @@ fn pick(considered: &Considered) -> PickDecision {
     match &considered.placement {
         Placement::Always => PickDecision::DisaggregatedAlways,
         Placement::Headroom => PickDecision::DisaggregatedHeadroom,
+        Placement::Moved => PickDecision::DisaggregatedMoved,
         Placement::Unmeasured => PickDecision::DisaggregatedUnmeasured,
         Placement::Predicted { .. } if is_disaggregated => PickDecision::DisaggregatedPredicted,
         Placement::Predicted { .. } => PickDecision::LocalPredicted,

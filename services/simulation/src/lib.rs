@@ -40,6 +40,8 @@ mod link_ends;
 mod membership;
 #[cfg(test)]
 mod misbehaving;
+#[cfg(test)]
+mod moves;
 mod nodes;
 mod outages;
 #[cfg(test)]

@@ -91,6 +91,8 @@ struct Answer {
     client: Client,
     /// The transfer id of the open attempt.
     transfer: Option<TransferId>,
+    /// The transfer id of the ended attempt whose node sends the KV to the next attempt.
+    moving: Option<TransferId>,
     attempts: u32,
     /// When the client reads again, and the stop condition in the tokens that it has not read.
     stalled: Option<(Instant, Option<StopCause>)>,
@@ -212,14 +214,19 @@ impl Router {
         if matches!(message, NodeMessage::Rejected(_) | NodeMessage::End) {
             self.calls.remove(&key);
         }
-        let core = &mut self.answers.get_mut(&id).expect("a call belongs to a request").core;
+        let answer = self.answers.get_mut(&id).expect("a call belongs to a request");
+        let (is_moving, core) = (answer.moving == Some(key.transfer), &mut answer.core);
         let is_expected = match key.side {
-            AttemptSide::Decode => core.request().expects_decode(),
+            AttemptSide::Decode => !is_moving && core.request().expects_decode(),
             AttemptSide::Prefill => core.request().expects_prefill(),
         };
         if !is_expected {
             return;
         }
+        if matches!((key.side, &message), (AttemptSide::Prefill, NodeMessage::Accepted)) {
+            self.end_move(id);
+        }
+        let core = &mut self.answers.get_mut(&id).expect("a call belongs to a request").core;
         match (key.side, message) {
             (side, NodeMessage::Accepted) => core.handle_accepted(&mut self.core, side),
             (_, NodeMessage::Decode(event)) => {
@@ -258,9 +265,10 @@ impl Router {
     /// Handles a call whose connection broke.
     fn call_lost(&mut self, now: Instant, key: CallKey) {
         let Some(OpenCall { request, .. }) = self.calls.remove(&key) else { return };
-        let core = &mut self.answers.get_mut(&request).expect("a call belongs to a request").core;
+        let answer = self.answers.get_mut(&request).expect("a call belongs to a request");
+        let (is_moving, core) = (answer.moving == Some(key.transfer), &mut answer.core);
         let is_expected = match key.side {
-            AttemptSide::Decode => core.request().expects_decode(),
+            AttemptSide::Decode => !is_moving && core.request().expects_decode(),
             AttemptSide::Prefill => core.request().expects_prefill(),
         };
         if is_expected {

@@ -1,19 +1,13 @@
 //! The attempts on nodes, from their pick to their release.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use proto::ids::TransferId;
 
 use super::{
-    Assignment, AssignmentId, Directory, Forecast, NodeKey,
-    candidate::AttemptLoad,
-    eligible::{eligible, misfit},
-    member::{Member, UnreportedAttempt},
-    milliseconds,
-    requirements::NodeRequirements,
-    select::NodeChoice,
+    Assignment, AssignmentId, Directory, Forecast, NodeKey, candidate::AttemptLoad,
+    member::UnreportedAttempt, milliseconds, select::NodeChoice,
 };
-use crate::Role;
 
 /// Step size of the estimate of the router's overhead, as a fraction of the overhead.
 const OVERHEAD_SHARE: f64 = 1.0 / 16.0;
@@ -33,30 +27,6 @@ impl Directory {
         let error = ((taken_ms - ttft_ms) / taken_ms).max(-1.0);
         let learnt_ms = OVERHEAD_SHARE * error * (self.overhead_ms + OVERHEAD_MS);
         self.overhead_ms = (self.overhead_ms + learnt_ms).max(0.0);
-    }
-
-    /// Returns the time until the attempt's node aborts its sequences, if the node drains with a
-    /// limit and another node can take the request.
-    pub fn grace_left(
-        &self,
-        now: Instant,
-        id: AssignmentId,
-        requirements: &NodeRequirements<'_>,
-    ) -> Option<Duration> {
-        let seen = self.members.get(&self.node_of(id)?)?.seen.as_ref()?;
-        if !seen.load.draining || seen.load.drain_ms == 0 {
-            return None;
-        }
-        let role = Role::Decode;
-        let mut decode = self.members.values().filter(|member| self.takes(member, role));
-        let is_eligible = |member: &Member| {
-            let misfit =
-                member.seen.as_ref().and_then(|seen| misfit(role, &seen.record, requirements));
-            eligible(now, role, member, misfit, requirements).is_ok()
-        };
-        decode.any(is_eligible).then_some(())?;
-        let since = now.saturating_duration_since(seen.reported_at);
-        Some(Duration::from_millis(seen.load.drain_ms).saturating_sub(since))
     }
 
     /// Handles the acceptance of an attempt by its node.

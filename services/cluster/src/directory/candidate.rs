@@ -205,6 +205,15 @@ impl AttemptLoad {
         }
     }
 
+    /// Returns the load on a node that decodes the sequence and sends its KV: the node has cached
+    /// all full blocks.
+    pub(super) fn of_sender(seen: &NodeReports, requirements: &NodeRequirements<'_>) -> Self {
+        let block_size = seen.record.identity.block_size;
+        let uncached_tokens = (requirements.tokens - 1) % block_size + 1;
+        let cached_tokens = requirements.tokens - uncached_tokens;
+        Self { cached_tokens, load_ms: 0.0, uncached_tokens: uncached_tokens.into(), blocks: 1 }
+    }
+
     /// Returns the attempt's load if the node only prefills. `self`: the load if it also decodes.
     pub(super) fn without_answer(
         self,

@@ -70,6 +70,8 @@ pub enum Placement {
     Unmeasured,
     #[error("after failed attempts, so that no transfer is needed")]
     AfterFailure,
+    #[error("the sequence moves with its KV from its draining node")]
+    Moved,
     #[error("pooled values need no decode node")]
     Pooled,
     #[error("short prompt: {tokens} tokens fill no KV block of {block_tokens}")]

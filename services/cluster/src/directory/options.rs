@@ -42,11 +42,7 @@ impl Directory {
         prefill: &'a [Candidate<'a>],
     ) -> Vec<NodeOption<'a>> {
         let fits = |decode: &Candidate<'_>, prefill: &&Candidate<'_>| {
-            // KV of less than one block is never transferred.
-            requirements.tokens >= decode.seen.record.identity.block_size
-                && prefill.key != decode.key
-                && prefill.fits(decode)
-                && self.pair_admits(now, (prefill.key, decode.key))
+            self.may_pair(now, requirements, decode, prefill)
         };
         let fitting = |decode| prefill.iter().filter(move |prefill| fits(decode, prefill));
         let option = |decode, prefill| NodeOption { decode, prefill, prediction: None };
@@ -81,6 +77,21 @@ impl Directory {
         options.extend(prefill.map(|prefill| option(decode, Some(prefill))));
         options.push(option(decode, None));
         options
+    }
+
+    /// Returns whether the prefill node may send the attempt's KV to the decode node.
+    pub(super) fn may_pair(
+        &self,
+        now: Instant,
+        requirements: &NodeRequirements<'_>,
+        decode: &Candidate<'_>,
+        prefill: &Candidate<'_>,
+    ) -> bool {
+        // KV of less than one block is never transferred.
+        requirements.tokens >= decode.seen.record.identity.block_size
+            && prefill.key != decode.key
+            && prefill.fits(decode)
+            && self.pair_admits(now, (prefill.key, decode.key))
     }
 }
 

@@ -17,6 +17,9 @@ pub struct NodeRequirements<'a> {
     pub new_tokens_max: u32,
     /// Whether the decode node must prefill the prompt itself.
     pub local_prefill: bool,
+    /// Draining node process that decodes the sequence, and from which the sequence moves with its
+    /// KV. If this process can send KV, it is the attempt's prefill node.
+    pub moves_from: Option<Epoch>,
     /// Cache keys of the prompt's blocks for each identity of the nodes. Without keys of its
     /// identity a node counts as having no cached block.
     pub prefix: &'a [PrefixKeys],

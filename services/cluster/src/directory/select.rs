@@ -123,7 +123,10 @@ impl Directory {
         let mut decode = self.candidates(now, role, requirements, &[], &mut ineligible)?;
         capacity::check_headroom(requirements.capacity, &decode)?;
         capacity::retain_free(requirements.capacity, &mut decode, |_| true)?;
+        let sender = requirements.moves_from.and_then(|from| self.sender(from, requirements));
+        let moves = sender.is_some();
         let candidates = match self.selection.disaggregate {
+            _ if moves => Ok(sender.into_iter().collect()),
             Disaggregate::Never => Err(Placement::Never),
             _ if requirements.pooling => Err(Placement::Pooled),
             _ if requirements.local_prefill => Err(Placement::AfterFailure),
@@ -160,6 +163,7 @@ impl Directory {
         let has_pair = options.iter().any(|option| option.prefill.is_some());
         // Without predictions the pair is preferred.
         let may_be_local = self.selection.disaggregate == Disaggregate::Auto
+            && !moves
             && costs.is_some()
             && !requirements.capacity.leaves_headroom();
         if !may_be_local && has_pair {
@@ -175,6 +179,7 @@ impl Directory {
         let best = startable(self.selection.roles, requirements.capacity, waited, &options)?;
         let placement = no_prefill.unwrap_or_else(|| match self.selection.disaggregate {
             _ if !has_pair => no_pair(best.decode, &prefill, requirements),
+            _ if moves => Placement::Moved,
             Disaggregate::Always => Placement::Always,
             _ if costs.is_none() => Placement::Unmeasured,
             _ if requirements.capacity.leaves_headroom() => Placement::Headroom,

@@ -3,6 +3,7 @@
 mod breakers;
 mod capacity;
 mod health;
+mod moves;
 mod predictions;
 mod properties;
 mod selection;

@@ -247,6 +247,7 @@ pub(crate) fn requirements(tokens: u32) -> NodeRequirements<'static> {
         tokens,
         new_tokens_max: 16,
         local_prefill: false,
+        moves_from: None,
         prefix: &[],
         identity: None,
         any_weights: false,

@@ -46,6 +46,8 @@ pub(super) struct AttemptState {
     /// Whether token 0 has the log-probabilities of the prompt. Only the node that prefills sends
     /// them.
     awaits_prompt: bool,
+    /// Tokens of a sequence that moves with its KV to the decode node; 0 otherwise.
+    moves_tokens: u32,
     /// Events of the decode node that wait for the prefill node's token 0, which has the
     /// log-probabilities. Bounded by the tokens of the answer.
     held: Vec<DecodeEvent>,
@@ -73,7 +75,7 @@ enum Prefill {
 /// Statistics of one attempt.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AttemptStats {
-    /// Prompt tokens found in a prefix cache, the larger of the two nodes' hits.
+    /// Tokens of the attempt found in a prefix cache, the larger of the two nodes' hits.
     pub cached_tokens: u32,
     /// Bytes of KV transferred from the prefill node to the decode node.
     pub kv_bytes: u64,
@@ -81,6 +83,8 @@ pub struct AttemptStats {
     pub transfer_us: u64,
     /// Whether the decode node prefilled the prompt itself.
     pub local_prefill: bool,
+    /// Tokens of a sequence that moved with its KV to the decode node; 0 otherwise.
+    pub moved_tokens: u32,
     pub prefill: NodeStats,
     pub decode: NodeStats,
     /// Tokens that the decode node sent after its first event, and the time that the router waited
@@ -92,7 +96,7 @@ pub struct AttemptStats {
 /// Statistics that one node reported about an attempt; `None` is unknown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeStats {
-    /// Prompt tokens found in the node's prefix cache.
+    /// Tokens of the attempt found in the node's prefix cache.
     pub cached_tokens: Option<u32>,
     pub stages: Option<StageTimes>,
 }
@@ -124,6 +128,7 @@ impl AttemptState {
             delivered: false,
             transfer_failed: None,
             awaits_prompt: false,
+            moves_tokens: 0,
             held: Vec::new(),
             stats: AttemptStats::default(),
         }
@@ -132,6 +137,11 @@ impl AttemptState {
     /// Sets whether token 0 must have the log-probabilities of the prompt.
     pub(super) fn awaiting_prompt(self, awaits_prompt: bool) -> Self {
         Self { awaits_prompt, ..self }
+    }
+
+    /// Sets the number of tokens of a sequence that moves with its KV; 0 if it does not.
+    pub(super) fn moving(self, moves_tokens: u32) -> Self {
+        Self { moves_tokens, ..self }
     }
 
     /// Returns the number of tokens that earlier attempts emitted.
@@ -225,6 +235,7 @@ impl AttemptState {
                     "Reserved ends it"
                 );
                 self.decode = Decode::Decoding;
+                self.stats.moved_tokens = self.moves_tokens;
                 self.emit(AttemptSide::Decode, event.first_index, event.tokens, emitted)
             }
             // A weight update ended an answer that earlier attempts had started.

@@ -55,7 +55,7 @@ pub enum FailureCause {
     /// The node is draining.
     #[error("draining")]
     Draining,
-    /// The node drains, and would abort the answer before its end.
+    /// The node drains, and another node continues the answer.
     #[error("migrated")]
     Migrated,
     /// The connection failed, or the node is silent.
@@ -199,14 +199,10 @@ impl AttemptFailure {
         Self { side, cause: FailureCause::Lost, message }
     }
 
-    /// Returns the failure of an attempt whose decode node drains for less time than the answer
-    /// needs.
-    pub fn migrated(grace: Duration, needed: Duration) -> Self {
-        let message = format!(
-            "the node drains for another {:.1} s, and the answer may take {:.1} s",
-            grace.as_secs_f64(),
-            needed.as_secs_f64()
-        );
+    /// Returns the failure of an attempt whose decode node drains, and whose answer needs this time.
+    pub fn migrated(needed: Duration) -> Self {
+        let seconds = needed.as_secs_f64();
+        let message = format!("the node drains, and the answer may take {seconds:.1} s");
         Self { side: AttemptSide::Decode, cause: FailureCause::Migrated, message }
     }
 

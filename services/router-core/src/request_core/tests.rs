@@ -1,6 +1,6 @@
 //! The request core in virtual time, with scripted nodes.
 
-use cluster::{Epoch, NodeId, Role};
+use cluster::{NodeId, Role};
 use proto::v1::{
     DecodeFinished, DecodeTokens, Failure, FailureKind, PrefillToken, Reserved, Token,
     decode_event::Event, grammar, prefill_event,
@@ -681,16 +681,21 @@ fn decoding(tokens: u32) -> Owner {
 #[test]
 fn answer_does_not_migrate_at_the_deadline_of_its_request() {
     let mut owner = decoding(20);
-    owner.core.handle_drain_check(owner.now, Some(Duration::from_secs(5)));
+    owner.core.handle_drain_check(owner.now, drain(Duration::from_secs(5)));
     assert_eq!(owner.outputs(), []);
     owner.now = owner.start + TIMEOUT;
     if owner.core.drain_check_is_due(owner.now) {
-        owner.core.handle_drain_check(owner.now, Some(Duration::from_millis(1)));
+        owner.core.handle_drain_check(owner.now, drain(Duration::from_millis(1)));
     }
     owner.core.handle_deadline(owner.now, |_| None);
     let outputs = owner.outputs();
     assert!(!outputs.contains(&RequestOutput::Pick), "{outputs:?}");
     assert_eq!(*gave_up(&outputs), GiveUp::Deadline);
+}
+
+/// Returns a drain with this grace period, of a node that cannot send KV.
+fn drain(grace: Duration) -> Option<Drain> {
+    Some(Drain { grace: Some(grace), sends_kv: false })
 }
 
 /// Checks for a drain as often as it is due during the rest of the grace period. Returns the
@@ -701,7 +706,7 @@ fn drains(owner: &mut Owner, mut grace: Duration) -> Vec<RequestOutput> {
         grace = grace.saturating_sub(due.saturating_duration_since(owner.now));
         owner.now = owner.now.max(due);
         if owner.core.drain_check_is_due(owner.now) {
-            owner.core.handle_drain_check(owner.now, Some(grace));
+            owner.core.handle_drain_check(owner.now, drain(grace));
         }
         let outputs = owner.outputs();
         if !outputs.is_empty() {
@@ -736,7 +741,7 @@ fn answer_that_outlasts_the_drain_of_its_node_migrates_without_spending_the_budg
 #[test]
 fn answer_that_ends_within_the_drain_stays_on_its_node() {
     let mut owner = decoding(20);
-    owner.core.handle_drain_check(owner.now, Some(Duration::from_secs(9)));
+    owner.core.handle_drain_check(owner.now, drain(Duration::from_secs(9)));
     assert_eq!(owner.outputs(), []);
     // The rest of the answer cannot be predicted from a few tokens.
     assert_eq!(drains(&mut decoding(DRAIN_TOKENS_MIN), Duration::from_secs(2)), []);
@@ -744,6 +749,38 @@ fn answer_that_ends_within_the_drain_stays_on_its_node() {
     let mut owner = decoding(20);
     owner.now += DRAIN_CHECK;
     owner.core.handle_drain_check(owner.now, None);
+    assert_eq!(owner.outputs(), []);
+}
+
+#[test]
+fn answer_moves_from_a_draining_node_that_sends_kv_and_then_is_an_ordinary_attempt() {
+    for grace in [None, Some(Duration::from_secs(60))] {
+        // 80 tokens are left, which take 8 s.
+        let mut owner = decoding(20);
+        let from = Epoch(owner.picked);
+        owner.core.handle_drain_check(owner.now, Some(Drain { grace, sends_kv: true }));
+        let outputs = owner.outputs();
+        assert!(matches!(outputs[..], [RequestOutput::EndAttempt(_), RequestOutput::Pick]));
+        assert!(owner.core.moves());
+        assert_eq!(owner.core.requirements().moves_from, Some(from));
+        let (transfer_id, decode) = (TransferId(100), node(Role::Decode, 100));
+        let sender = node(Role::Decode, from.0);
+        owner.core.handle_picked(owner.now, transfer_id, decode, Some(sender));
+        assert!(!owner.core.moves());
+        owner.reserved();
+        let first_index = owner.received.len() as u32;
+        owner.decode_sends(Event::Tokens(DecodeTokens { first_index, tokens: vec![token(5)] }));
+        let ended = owner.loses_decode();
+        let RequestOutput::EndAttempt(ended) = &ended[0] else { panic!("{ended:?}") };
+        assert_eq!(ended.stats.moved_tokens, 84);
+        assert_eq!(owner.core.requirements().moves_from, None);
+    }
+}
+
+#[test]
+fn answer_that_ends_soon_does_not_move() {
+    let mut owner = decoding(MAX_TOKENS - 5);
+    owner.core.handle_drain_check(owner.now, Some(Drain { grace: None, sends_kv: true }));
     assert_eq!(owner.outputs(), []);
 }
 

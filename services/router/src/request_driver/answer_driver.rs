@@ -50,6 +50,9 @@ pub(super) struct AnswerDriver<'a> {
     core: AnswerCore,
     text: AnswerText,
     attempt: Option<OpenNodeCalls>,
+    /// Decode call of the ended attempt whose draining node sends the KV to the next attempt. Open
+    /// until the node has accepted the Prefill call: without calls the node would exit.
+    moving: Option<NodeCall<DecodeEvent>>,
     /// Counts the answer among those that wait for a node.
     waiting: Option<(WaitingAnswer<'a>, Option<KeyWaiting>)>,
     /// Wakes the answer, for example when its turn has come.
@@ -83,6 +86,7 @@ impl<'a> AnswerDriver<'a> {
         Self {
             text,
             attempt: None,
+            moving: None,
             waiting: None,
             woken: front.router.register(core.id()),
             core,
@@ -158,7 +162,7 @@ impl<'a> AnswerDriver<'a> {
 
     /// Waits for the next input of the core.
     async fn next_input(&mut self) {
-        let Self { core, attempt, woken, node_changes, timer, front, .. } = self;
+        let Self { core, attempt, moving, woken, node_changes, timer, front, .. } = self;
         let (mut decode, mut prefill) = match attempt {
             Some(attempt) => (Some(&mut attempt.decode), attempt.prefill.as_mut()),
             None => (None, None),
@@ -174,7 +178,10 @@ impl<'a> AnswerDriver<'a> {
                 CallMessage::Event(event) => core.handle_decode(Instant::now(), event),
             },
             message = next_message(&mut prefill), if request.expects_prefill() => match message {
-                CallMessage::Accepted => core.handle_accepted(router, AttemptSide::Prefill),
+                CallMessage::Accepted => {
+                    *moving = None;
+                    core.handle_accepted(router, AttemptSide::Prefill);
+                }
                 CallMessage::Event(event) => core.handle_prefill(Instant::now(), event),
             },
             () = woken.notified(), if request.expects_turn() => {
@@ -195,6 +202,7 @@ impl<'a> AnswerDriver<'a> {
         let StartedAttempt { calls, decode, prefill, ttft, considered } = match picked {
             Ok(started) => started,
             Err(reason) => {
+                self.moving = None;
                 tracing::debug!(parent: self.record.span(), %reason, "no decode node for the request");
                 self.record.no_node(reason);
                 return Ok(());
@@ -213,6 +221,7 @@ impl<'a> AnswerDriver<'a> {
         );
         let cached = (prefill.as_ref().map(|node| node.cached_tokens), decode.cached_tokens);
         self.record.picked(self.choice, calls.number, considered, ttft, cached);
+        self.moving.take_if(|_| prefill.is_none());
         let nodes = &self.front.nodes;
         self.attempt = Some(OpenNodeCalls {
             decode: NodeCall::decode(nodes, decode, calls.decode, &span),
@@ -299,7 +308,8 @@ impl<'a> AnswerDriver<'a> {
         failed_node: Option<String>,
         has_prefill: bool,
     ) {
-        let Some(OpenNodeCalls { span, .. }) = self.attempt.take() else { return };
+        let Some(OpenNodeCalls { span, decode, .. }) = self.attempt.take() else { return };
+        self.moving = self.core.request().moves().then_some(decode);
         let end = self.record.attempt_ended(self.choice, ended, has_prefill);
         let AttemptOutcome::Failed(failure) = &ended.outcome else {
             // No log line follows. A recorded field would be formatted for log lines.

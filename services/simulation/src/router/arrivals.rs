@@ -75,6 +75,7 @@ impl Router {
             core,
             client,
             transfer: None,
+            moving: None,
             attempts: 0,
             stalled: None,
             arrived_at: now,

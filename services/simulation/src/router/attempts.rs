@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use cluster::Placement;
+use kernels::BLOCK_TOKENS;
 use proto::ids::TransferId;
 use router_core::{
     AnswerOutput, AttemptOutcome, AttemptSide, EndedAttempt, PickedNode, StartedAttempt,
@@ -63,7 +65,12 @@ impl Router {
             stats.pick_time += started.elapsed();
         }
         // Without a node the answer waits.
-        let Ok(StartedAttempt { calls, decode, prefill, ttft, .. }) = picked else { return };
+        let Ok(StartedAttempt { calls, decode, prefill, ttft, considered }) = picked else {
+            return self.end_move(id);
+        };
+        if considered.placement == Placement::Moved {
+            self.coverage.count("sequences that move");
+        }
         let host_of = |node: &PickedNode| self.nodes.host_of(&node.address);
         let (decode, prefill) = (host_of(&decode), prefill.as_ref().map(host_of));
         let pick = Pick { request: id, decode, prefill, predicted: ttft, ttft: None };
@@ -85,7 +92,15 @@ impl Router {
         if let (Some(prefill), Some(call)) = (prefill, calls.prefill) {
             let key = CallKey { transfer, side: AttemptSide::Prefill };
             self.open_call(id, key, prefill, NodeCall::Prefill(call));
+        } else {
+            self.end_move(id);
         }
+    }
+
+    /// Drops the Decode call of the attempt whose node sent its KV to the open attempt.
+    pub(super) fn end_move(&mut self, id: usize) {
+        let moving = self.answer(id).moving.take();
+        self.drop_call(moving, AttemptSide::Decode);
     }
 
     fn open_call(&mut self, request: usize, key: CallKey, host: usize, call: NodeCall) {
@@ -96,8 +111,13 @@ impl Router {
 
     /// Drops the calls of the attempt.
     fn end_attempt(&mut self, id: usize, ended: &EndedAttempt) {
-        let transfer = self.answer(id).transfer.take();
-        self.drop_call(transfer, AttemptSide::Decode);
+        self.end_move(id);
+        let answer = self.answer(id);
+        let transfer = answer.transfer.take();
+        match answer.core.request().moves() {
+            true => answer.moving = transfer,
+            false => self.drop_call(transfer, AttemptSide::Decode),
+        }
         self.drop_call(transfer, AttemptSide::Prefill);
         // The prefix hits of the prefill node, or of the decode node if it prefilled. A retry finds
         // the KV that its request computed before, so the first report counts.
@@ -106,6 +126,13 @@ impl Router {
         let cached = stats.prefill.cached_tokens.or(local);
         let answer = self.answer(id);
         answer.cached_tokens = answer.cached_tokens.or(cached);
+        if stats.moved_tokens > 0 {
+            let recomputed = (stats.moved_tokens - 1).saturating_sub(stats.cached_tokens);
+            self.coverage.count("sequences moved");
+            if recomputed as usize >= BLOCK_TOKENS {
+                self.coverage.count("moved sequences that were recomputed");
+            }
+        }
         match &ended.outcome {
             AttemptOutcome::Failed(failure) => self.coverage.count_failure(failure),
             AttemptOutcome::Paused => self.coverage.count("paused"),

@@ -109,6 +109,8 @@ labels! {
         DisaggregatedPredicted = "disaggregated" / "predicted",
         /// The caller leaves headroom on decode nodes to others.
         DisaggregatedHeadroom = "disaggregated" / "headroom",
+        /// The sequence moves with its KV from its draining node.
+        DisaggregatedMoved = "disaggregated" / "moved",
         /// No prediction exists yet.
         DisaggregatedUnmeasured = "disaggregated" / "unmeasured",
         /// `router.disaggregate` is never.
@@ -171,6 +173,14 @@ labels! {
     }
 }
 
+labels! {
+    /// Tokens of a moved sequence, by the origin of their KV on the new node.
+    pub(super) enum MovedTokens("kv") {
+        Sent = "sent",
+        Recomputed = "recomputed",
+    }
+}
+
 /// Statistics of a finished request.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FinishedRequest {
@@ -224,6 +234,10 @@ instruments! {
             "Finished attempts on nodes, by role of the node and by outcome";
         picks: Counter<u64>, PickDecision => "baton.picks",
             "Picks of nodes, by decision and its reason; local: the decode node prefills the prompt";
+        moved_sequences: Counter<u64>, () => "baton.moved_sequences",
+            "Running sequences that moved with their KV from a draining node to another node";
+        moved_tokens: Counter<u64>, MovedTokens => "baton.moved_tokens",
+            "Tokens of moved sequences, by whether their KV was sent or computed again";
         hand_over: Histogram<f64>, (), STEP_SECONDS => "baton.hand_over.gap" "s",
             "Time from token 0 (prefill node) to token 1 (decode node), a decode step included";
         transfer_bytes: Counter<u64>, () => "baton.kv_transfer.bytes", "KV bytes transferred between nodes";
@@ -376,6 +390,14 @@ impl RouterMetrics {
     /// Records the time from the prefill node's token to the decode node's first token.
     pub fn hand_over(&self, gap: Duration) {
         self.of_model.hand_over.record(gap.as_secs_f64(), ());
+    }
+
+    /// Records a sequence that moved to another node, and how many of its tokens were computed
+    /// again.
+    pub fn sequence_moved(&self, tokens: u32, recomputed: u32) {
+        self.of_model.moved_sequences.record(1, ());
+        self.of_model.moved_tokens.record((tokens - recomputed).into(), MovedTokens::Sent);
+        self.of_model.moved_tokens.record(recomputed.into(), MovedTokens::Recomputed);
     }
 
     pub fn transfer_delivered(&self, bytes: u64, duration: Duration) {
