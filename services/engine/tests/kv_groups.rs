@@ -143,8 +143,8 @@ fn held_blocks(groups: KvGroups, tokens: usize) -> u32 {
     load.blocks_held
 }
 
-/// As in gpt-oss: alternating layers with a window of 128 tokens. A block of two groups has half the
-/// bytes of a block of one group.
+/// As in gpt-oss: alternating layers with a window of 128 tokens. With two groups a block has half
+/// the bytes of a block with one group.
 #[test]
 fn two_groups_hold_nearly_twice_the_tokens_in_the_same_memory() {
     let alternating = KvGroups::of_windows(&[NonZeroUsize::new(128), None].repeat(12));

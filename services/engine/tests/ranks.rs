@@ -46,6 +46,15 @@ fn models() -> Vec<(Checkpoint, Vec<usize>)> {
         (dummy_model(eight), vec![2, 4]),
         (four("Qwen2ForCausalLM", "qwen2", true), vec![2, 4]),
         (four("Qwen3ForCausalLM", "qwen3", false), vec![4]),
+        // Two KV groups.
+        (
+            dummy_model(json!({
+                "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2",
+                "use_sliding_window": true, "sliding_window": 24,
+                "layer_types": ["sliding_attention", "full_attention"]
+            })),
+            vec![2],
+        ),
         // Ranks have whole experts: no number of ranks divides their width.
         (
             dummy_model(json!({
@@ -172,14 +181,28 @@ fn ranks_give_the_tokens_of_one_rank_where_the_margin_suffices() {
     assert!(compared > 100, "{compared}");
 }
 
-/// Prefill on some number of ranks and decode on another; whole blocks are transferred.
 #[test]
 fn kv_transfers_between_any_numbers_of_ranks() {
-    let checkpoint = dummy_model(json!({
+    let heads = json!({
         "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 301
-    }));
+    });
+    check_transfers(&dummy_model(heads));
+}
+
+#[test]
+fn kv_of_two_groups_transfers_between_any_numbers_of_ranks() {
+    check_transfers(&dummy_model(json!({
+        "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 301,
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2",
+        "use_sliding_window": true, "sliding_window": 24,
+        "layer_types": ["full_attention", "sliding_attention"]
+    })));
+}
+
+/// Prefills on some number of ranks and decodes on another; whole blocks are transferred.
+fn check_transfers(checkpoint: &Checkpoint) {
     let config = || {
-        let config = unbounded_waits(limits_of(&checkpoint, 8, 64, 64, 2));
+        let config = unbounded_waits(limits_of(checkpoint, 8, 64, 64, 2));
         SchedulerConfig { chunk_tokens: 16, ..config }
     };
     let asked = || {
@@ -191,7 +214,7 @@ fn kv_transfers_between_any_numbers_of_ranks() {
             NewSequence { sampling, max_tokens: 30, ignore_stop_tokens: true, ..new }
         })
     };
-    let (mut one, _) = engine(&checkpoint, config(), 1);
+    let (mut one, _) = engine(checkpoint, config(), 1);
     let expected = run(&mut one, asked().collect());
     let kinds = [
         ((1, Kv::Shared), (2, Kv::Shared)),
@@ -204,13 +227,13 @@ fn kv_transfers_between_any_numbers_of_ranks() {
     ];
     let mut compared = 0;
     for ((readers, from), (writers, to)) in kinds {
-        let (prefill, sent) = engine_of_ranks_with(&checkpoint, config(), readers, from);
-        let (decode, received) = engine_of_ranks_with(&checkpoint, config(), writers, to);
+        let (prefill, sent) = engine_of_ranks_with(checkpoint, config(), readers, from);
+        let (decode, received) = engine_of_ranks_with(checkpoint, config(), writers, to);
         let mut pair = Pair::new(prefill, decode, (sent, received));
         asked().for_each(|new| pair.submit(new));
         pair.run();
         let same = (readers == writers).then(|| {
-            let (mut alone, _) = engine_of_ranks(&checkpoint, config(), readers);
+            let (mut alone, _) = engine_of_ranks(checkpoint, config(), readers);
             run(&mut alone, asked().collect())
         });
         for id in (0..5).map(SequenceId) {

@@ -15,7 +15,7 @@ use engine::{
     plan::{RowMask, StepId, StepPlan, StepResult},
 };
 use kernels::{
-    BlockId, KvArena, KvLayout, Shard, WeightFormat,
+    BlockId, KvArena, KvGroups, KvLayout, Shard, WeightFormat,
     arena::{BlockSlices, RemoteBlocks},
     cpu::{CpuBackend, CpuGroup, CpuOptions, Isa},
     shared::{RegionName, SharedRegion},
@@ -95,7 +95,8 @@ impl AllRanks {
         static MADE: AtomicU64 = AtomicU64::new(0);
         let weights = WeightFormat::F32;
         let (config, dtype) = (checkpoint.config(), weights.kv_dtype());
-        let layout = config.kv_layout(dtype);
+        let groups = config.kv_groups();
+        let layout = groups.block_layout(config.kv_layout(dtype));
         let group_bytes = CpuGroup::region_bytes(of).next_multiple_of(64);
         let bytes = group_bytes + layout.block_bytes() * limits.blocks as usize;
         let epoch = u128::from(MADE.fetch_add(1, Ordering::Relaxed));
@@ -109,8 +110,10 @@ impl AllRanks {
             .iter()
             .map(|&shard| match kv {
                 Kv::Shared => whole().expect("the layout is one"),
-                Kv::PerRank => KvArena::host(config.kv_layout_of(dtype, shard), limits.blocks)
-                    .expect("memory for the rank's heads"),
+                Kv::PerRank => {
+                    let own = groups.block_layout(config.kv_layout_of(dtype, shard));
+                    KvArena::host(own, limits.blocks).expect("memory for the rank's heads")
+                }
             })
             .collect();
         let arena = match kv {
@@ -165,6 +168,10 @@ impl Executor for AllRanks {
         self.ranks[0].limits()
     }
 
+    fn kv_groups(&self) -> KvGroups {
+        self.ranks[0].kv_groups()
+    }
+
     fn waker(&self) -> CollectWaker {
         self.ranks[0].waker()
     }
@@ -188,5 +195,5 @@ pub(crate) fn engine_of_ranks_with(
 ) -> (StepLoop<AllRanks>, Arc<KvArena>) {
     let timeout = Duration::from_secs(300);
     let (executor, arena) = AllRanks::start(checkpoint, config.limits, of, kv, timeout);
-    (StepLoop::new(scheduler(config), executor), arena)
+    (StepLoop::new(scheduler(config).with_kv_groups(executor.kv_groups()), executor), arena)
 }

@@ -327,6 +327,9 @@ fn unusable_file_leaves_the_node_without_the_tier() {
     let missing = folder.path().join("none/kv");
     assert!(OpenTiers::open(&config(&missing), &arena, 1).is_none());
     assert!(OpenTiers::open(&Config::default(), &arena, 1).is_none());
+    let usable = config(&folder.path().join("kv"));
+    assert!(OpenTiers::open(&usable, &arena, 2).is_none(), "tiers keep one KV group");
+    assert!(OpenTiers::open(&usable, &arena, 1).is_some());
     let mut on_host = Config::default();
     on_host.tier.host_memory = config::ByteSize::mib(1);
     assert!(OpenTiers::open(&on_host, &arena, 1).is_none(), "the arena is in host memory");
