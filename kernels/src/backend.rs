@@ -408,10 +408,13 @@ pub trait Backend: Send + 'static {
         step: &mut Self::Step,
     );
     /// Computes causal attention of every row over the KV blocks of its sequence. `out` is
-    /// `[rows][query_width]`.
+    /// `[rows][query_width]`. `sinks` are the attention sinks: a logit for each query head, which
+    /// counts in the denominator of the softmax and has no value. Only a backend that admits models
+    /// with attention sinks accepts them.
     fn attention(
         &mut self,
         attention: LayerAttention,
+        sinks: Option<&Self::Vector>,
         qkv: &Self::Buffer,
         step: &Self::Step,
         out: &mut Self::Buffer,

@@ -372,6 +372,7 @@ impl Backend for CpuBackend {
     fn attention(
         &mut self,
         attention: LayerAttention,
+        sinks: Option<&CpuVector>,
         qkv: &CpuBuffer,
         step: &CpuStep,
         out: &mut CpuBuffer,
@@ -382,10 +383,16 @@ impl Backend for CpuBackend {
             attention.heads.query_width(),
             "attention: the output holds all queries"
         );
+        let sinks = sinks.map(CpuVector::values);
+        assert!(
+            sinks.is_none_or(|sinks| sinks.len() == attention.heads.query_heads),
+            "attention: each query head has a sink"
+        );
         let (qkv, out) = (qkv.rows(step.rows()), out.rows_mut(step.rows()));
         let pool = self.pool.get_mut().unwrap_or_else(PoisonError::into_inner);
         let scratch = &mut self.tiles;
-        attention::attention(self.level, pool, scratch, attention, qkv, step, out);
+        let input = (attention, sinks, qkv);
+        attention::attention(self.level, pool, scratch, input, step, out);
     }
 
     fn silu_mul(&mut self, rows: usize, gate_up: &CpuBuffer, out: &mut CpuBuffer) {

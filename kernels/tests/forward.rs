@@ -121,7 +121,7 @@ impl Model {
             backend.store_kv(index, SHAPE, rotary, &mut qkv, &mut step);
             let attention =
                 LayerAttention { layer: index, heads: SHAPE, scale: 0.25, window: None };
-            backend.attention(attention, &qkv, &step, &mut heads);
+            backend.attention(attention, None, &qkv, &step, &mut heads);
             backend.matmul(rows, &heads, &layer.out, &mut y);
             backend.add_rms_norm(rows, &mut residual, &y, &layer.norm, 1e-5, &mut x);
             backend.matmul(rows, &x, &layer.gate_up, &mut gate_up);

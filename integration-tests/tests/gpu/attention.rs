@@ -62,7 +62,7 @@ fn attended<B: Bench>(
         };
         backend.store_kv(layer, case.shape, weights, qkv, step);
         let attention = LayerAttention { layer, heads: case.shape, scale, window: case.window };
-        backend.attention(attention, qkv, step, out);
+        backend.attention(attention, None, qkv, step, out);
     }
     backend.get(&inputs.out, rows)
 }

@@ -110,8 +110,17 @@ struct AttentionCall<'a> {
     shape: HeadShape,
     scale: f32,
     window: usize,
+    /// One logit for each query head.
+    sinks: Option<&'a [f32]>,
     qkv: &'a [f32],
     step: &'a CpuStep,
+}
+
+impl<'a> AttentionCall<'a> {
+    /// Returns the sinks of some query heads.
+    fn sinks_of(&self, heads: Range<usize>) -> Option<&'a [f32]> {
+        self.sinks.map(|sinks| &sinks[heads])
+    }
 }
 
 /// KV element type and its conversion to f32.
@@ -134,19 +143,18 @@ impl KvElement for bf16 {
 }
 
 /// Computes attention of every row of `qkv` (`[rows][qkv_width]`) into `out`
-/// (`[rows][query_width]`).
+/// (`[rows][query_width]`). `sinks` has a logit for each query head.
 pub(crate) fn attention(
     level: Level,
     pool: &mut ThreadPool,
     scratch: &mut AttentionScratch,
-    attention: LayerAttention,
-    qkv: &[f32],
+    (attention, sinks, qkv): (LayerAttention, Option<&[f32]>, &[f32]),
     step: &CpuStep,
     out: &mut [f32],
 ) {
     let LayerAttention { layer, heads: shape, scale, window } = attention;
     let window = window.map_or(usize::MAX, NonZeroUsize::get);
-    let call = AttentionCall { layer, shape, scale, window, qkv, step };
+    let call = AttentionCall { layer, shape, scale, window, sinks, qkv, step };
     if level == Level::Reference {
         return reference::attention(call, out);
     }
@@ -169,7 +177,7 @@ fn tiles<T: KvElement>(
     call: AttentionCall<'_>,
     out: &mut [f32],
 ) {
-    let AttentionCall { layer, shape, scale, window, qkv, step } = call;
+    let AttentionCall { layer, shape, scale, window, qkv, step, .. } = call;
     let group = shape.query_heads / shape.kv_heads;
     let tiles = row_tiles(step, (TILE_ELEMENTS / (group * shape.head_dim)).max(1));
     // If there are fewer pairs of row tile and KV head than threads, the query heads of a KV head
@@ -189,6 +197,9 @@ fn tiles<T: KvElement>(
         let first_head = kv_head * group + task % splits * head_count;
         let mut memory = scratch.tiles[thread].lock().unwrap_or_else(PoisonError::into_inner);
         memory.begin(tile.row_count, head_count, dim, tile.first_position(), window);
+        if let Some(sinks) = call.sinks_of(first_head..first_head + head_count) {
+            memory.add_sinks(sinks);
+        }
         for row in 0..tile.row_count {
             let qkv = &qkv[(tile.first_row + row) * shape.qkv_width()..];
             for head in 0..head_count {
@@ -295,6 +306,23 @@ mod tests {
         window: Option<NonZeroUsize>,
         pieces: &[(u32, u32, u32)],
     ) -> Vec<f32> {
+        run_with(level, threads, arena, (shape, window, None), pieces).1
+    }
+
+    /// Returns sinks of about the size of the greatest score, and some far above and below.
+    fn sinks(shape: HeadShape) -> Vec<f32> {
+        let sinks = numbers(4, shape.query_heads).into_iter().enumerate();
+        sinks.map(|(head, sink)| [sink * 3.0, 40.0, -60.0, 1.5][head % 4]).collect()
+    }
+
+    /// Runs as [`run`] does, with sinks. Returns the rotated rows, too.
+    fn run_with(
+        level: Level,
+        threads: usize,
+        arena: &Arc<KvArena>,
+        (shape, window, sinks): (HeadShape, Option<NonZeroUsize>, Option<&[f32]>),
+        pieces: &[(u32, u32, u32)],
+    ) -> (Vec<f32>, Vec<f32>) {
         let mut pool = ThreadPool::new(threads, "test").unwrap();
         let tables: Vec<_> = pieces.iter().map(|&(sequence, ..)| table(sequence)).collect();
         let tokens = [0; (TABLE_BLOCKS as usize) * BLOCK_TOKENS];
@@ -321,9 +349,10 @@ mod tests {
         for layer in 0..2 {
             rope::rope_store_kv(level, &mut pool, layer, shape, &frequencies, &mut qkv, &mut step);
             let layer = LayerAttention { layer, heads: shape, scale, window };
-            attention(level, &mut pool, &mut scratch, layer, &qkv, &step, &mut out);
+            let input = (layer, sinks, &*qkv);
+            attention(level, &mut pool, &mut scratch, input, &step, &mut out);
         }
-        out
+        (qkv, out)
     }
 
     fn shapes() -> [HeadShape; 6] {
@@ -366,15 +395,63 @@ mod tests {
             .collect();
         for shape in shapes() {
             for dtype in [Dtype::F32, Dtype::Bf16] {
-                for &(pieces, window) in &pieces {
-                    let fresh = || arena(shape, dtype);
-                    let want = run(Level::Reference, 1, &fresh(), shape, window, pieces);
+                for (index, &(pieces, window)) in pieces.iter().enumerate() {
+                    // Every second case, so that all pieces and all windows have some.
+                    let all = sinks(shape);
+                    let sinks = (index % 2 == 1).then_some(&*all);
+                    let run = |level, threads| {
+                        let how = (shape, window, sinks);
+                        run_with(level, threads, &arena(shape, dtype), how, pieces).1
+                    };
+                    let want = run(Level::Reference, 1);
                     for level in levels() {
                         for threads in [1, 3] {
-                            let got = run(level, threads, &fresh(), shape, window, pieces);
-                            let name = level.name();
-                            let context = format!("{shape:?} {dtype} {pieces:?} {window:?} {name}");
+                            let (got, name) = (run(level, threads), level.name());
+                            let context =
+                                format!("{shape:?} {dtype} {pieces:?} {window:?} {name} {sinks:?}");
                             assert_agrees(level, dtype, &got, &want, &context);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Computes attention in f64 from its definition.
+    #[test]
+    fn sinks_count_in_the_denominator_and_have_no_value() {
+        let count = 70;
+        for shape in shapes() {
+            for window in windows() {
+                let (sinks, arena) = (sinks(shape), arena(shape, Dtype::F32));
+                let how = (shape, window, Some(&*sinks));
+                let (qkv, out) = run_with(Level::Reference, 1, &arena, how, &[(0, 0, count)]);
+                let (dim, scale) = (shape.head_dim, 1.0 / f64::from(shape.head_dim as f32).sqrt());
+                let rows: Vec<&[f32]> = qkv.chunks_exact(shape.qkv_width()).collect();
+                let element =
+                    |row: usize, head: usize, at: usize| f64::from(rows[row][head * dim + at]);
+                for row in 0..rows.len() {
+                    let first =
+                        (row + 1).saturating_sub(window.map_or(usize::MAX, NonZeroUsize::get));
+                    for head in 0..shape.query_heads {
+                        let key = shape.query_heads + head / (shape.query_heads / shape.kv_heads);
+                        let score = |token: usize| {
+                            let products =
+                                (0..dim).map(|at| element(row, head, at) * element(token, key, at));
+                            (products.sum::<f64>() * scale).exp()
+                        };
+                        let weights: Vec<f64> = (first..=row).map(score).collect();
+                        let sum = weights.iter().sum::<f64>() + f64::from(sinks[head]).exp();
+                        for at in [0, dim - 1] {
+                            let value = |token: usize| element(token, key + shape.kv_heads, at);
+                            let weighted =
+                                weights.iter().zip(first..).map(|(it, token)| it * value(token));
+                            let want = weighted.sum::<f64>() / sum;
+                            let got = f64::from(out[row * shape.query_width() + head * dim + at]);
+                            assert!(
+                                (got - want).abs() < 1e-5,
+                                "{shape:?} {window:?}: {got}, {want}"
+                            );
                         }
                     }
                 }
@@ -431,7 +508,10 @@ mod tests {
             is_bf16 in any::<bool>(),
             threads in 1_usize..4,
             window in prop_oneof![0_usize..70, 0_usize..400],
+            has_sinks in any::<bool>(),
         ) {
+            let sinks = sinks(shape);
+            let sinks = has_sinks.then_some(&*sinks);
             let window = NonZeroUsize::new(window);
             let dtype = if is_bf16 { Dtype::Bf16 } else { Dtype::F32 };
             let mut ends: Vec<u32> = Vec::new();
@@ -441,13 +521,16 @@ mod tests {
             ends.dedup();
             let length = *ends.last().unwrap();
             for level in levels().into_iter().chain([Level::Reference]) {
-                let whole = run(level, threads, &arena(shape, dtype), shape, window, &[(0, 0, length)]);
+                let run = |arena: &Arc<KvArena>, pieces: &[(u32, u32, u32)]| {
+                    run_with(level, threads, arena, (shape, window, sinks), pieces).1
+                };
+                let whole = run(&arena(shape, dtype), &[(0, 0, length)]);
                 let (chunked, mut got, mut first) = (arena(shape, dtype), Vec::new(), 0);
                 for &end in &ends {
                     // Neighbours before and after the sequence start from position 0 in
                     // every step.
                     let pieces = [(1, 0, 2), (0, first, end - first), (2, 0, 5)];
-                    let out = run(level, threads, &chunked, shape, window, &pieces);
+                    let out = run(&chunked, &pieces);
                     let width = shape.query_width();
                     got.extend_from_slice(&out[2 * width..][..(end - first) as usize * width]);
                     first = end;

@@ -592,11 +592,13 @@ impl Backend for CudaBackend {
     fn attention(
         &mut self,
         attention: LayerAttention,
+        sinks: Option<&CudaVector>,
         qkv: &CudaBuffer,
         step: &CudaStep,
         out: &mut CudaBuffer,
     ) {
         let LayerAttention { layer, heads, .. } = attention;
+        assert!(sinks.is_none(), "attention: models with attention sinks are refused");
         self.check_heads(heads, qkv, step);
         assert_eq!(out.width, heads.query_width(), "attention: output and query width differ");
         assert_eq!(out.width, out.stride, "attention: the output is contiguous");

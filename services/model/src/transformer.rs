@@ -442,7 +442,7 @@ impl<B: Backend> Transformer<B> {
                 return logits;
             }
             let attention = LayerAttention { layer: index, heads, scale, window: *window };
-            backend.attention(attention, qkv, step, attended);
+            backend.attention(attention, None, qkv, step, attended);
             let (mut rows, mut attended, mut residual) = (rows, &*attended, &mut *residual);
             if next.is_none() && sampled_rows < rows {
                 // After the last attention, only the sampled rows are needed.

@@ -149,7 +149,7 @@ pub(super) unsafe fn attention(
     share(works.len(), &|thread, index| {
         let (work, mut tile) = (&works[index], memory(thread));
         let length = work.tile.row_count * group * query_floats;
-        tile.begin(work.tile.row_count, group, shape.head_dim, call.scale);
+        call.begin_merge(work, &mut tile);
         for (number, _) in pieces.iter().enumerate().filter(|(_, piece)| piece.0 == index) {
             // SAFETY: the machine has the features (`# Safety`). The previous parallel region wrote
             // the pieces, and the merges only read them.
@@ -169,10 +169,20 @@ impl AttentionCall<'_> {
         self.shape.query_heads / self.shape.kv_heads
     }
 
+    /// Clears the previous tile's result.
+    fn begin_merge(&self, work: &TileWork<'_>, tile: &mut PairsTile) {
+        let group = self.group();
+        tile.begin(work.tile.row_count, group, self.shape.head_dim, self.scale);
+        let first_head = work.kv_head * group;
+        if let Some(sinks) = self.sinks_of(first_head..first_head + group) {
+            tile.add_sinks(sinks, self.scale);
+        }
+    }
+
     /// Loads the queries and clears the previous tile's result.
     fn begin(&self, work: &TileWork<'_>, tile: &mut PairsTile) {
         let (group, dim) = (self.group(), self.shape.head_dim);
-        tile.begin(work.tile.row_count, group, dim, self.scale);
+        self.begin_merge(work, tile);
         for row in 0..work.tile.row_count {
             let qkv = &self.qkv[(work.tile.first_row + row) * self.shape.qkv_width()..];
             for head in 0..group {

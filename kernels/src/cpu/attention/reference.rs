@@ -21,7 +21,7 @@ pub(super) fn attention(call: AttentionCall<'_>, out: &mut [f32]) {
 }
 
 fn all_queries<T: KvElement>(call: AttentionCall<'_>, out: &mut [f32]) {
-    let AttentionCall { layer, shape, scale, window, qkv, step } = call;
+    let AttentionCall { layer, shape, scale, window, sinks, qkv, step } = call;
     let dim = shape.head_dim;
     for sequence in &step.sequences {
         for row in sequence.rows.clone() {
@@ -30,7 +30,7 @@ fn all_queries<T: KvElement>(call: AttentionCall<'_>, out: &mut [f32]) {
             for head in 0..shape.query_heads {
                 let query = &qkv[row * shape.qkv_width() + head * dim..][..dim];
                 let kv_head = head / (shape.query_heads / shape.kv_heads);
-                let mut state = Softmax::new(dim);
+                let mut state = Softmax::new(dim, sinks.map(|sinks| sinks[head]));
                 let (table, layer) = step.table(layer, sequence);
                 for (index, &block) in table.iter().enumerate() {
                     let offset_in_block =
@@ -61,8 +61,10 @@ struct Softmax {
 }
 
 impl Softmax {
-    fn new(dim: usize) -> Self {
-        Self { maximum: f32::NEG_INFINITY, sum: 0.0, weighted_sum: vec![0.0; dim] }
+    /// Creates the softmax of a query that has seen its sink only, if there is one.
+    fn new(dim: usize, sink: Option<f32>) -> Self {
+        let (maximum, sum) = sink.map_or((f32::NEG_INFINITY, 0.0), |sink| (sink, 1.0));
+        Self { maximum, sum, weighted_sum: vec![0.0; dim] }
     }
 
     /// Adds some tokens of a block. A score is accumulated over the dimensions in order, and the

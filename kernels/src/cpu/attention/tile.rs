@@ -123,6 +123,15 @@ impl TileMemory {
         (self.head_count, self.first_position, self.window) = (head_count, first_position, window);
     }
 
+    /// Counts the sink of each query head of a row in the softmax of its queries, before the first
+    /// block.
+    pub(super) fn add_sinks(&mut self, sinks: &[f32]) {
+        for (maximum, sink) in self.maxima.iter_mut().zip(sinks.iter().cycle()) {
+            *maximum = *sink;
+        }
+        self.sums.fill(1.0);
+    }
+
     pub(super) fn set_query(&mut self, query: usize, scale: f32, elements: &[f32]) {
         let group = &mut self.queries[query / QUERY_GROUP * QUERY_GROUP * self.dim..]
             [..QUERY_GROUP * self.dim];

@@ -105,6 +105,15 @@ impl PairsTile {
         self.visible.resize(query_count, 0);
     }
 
+    /// Counts the sink of each query head of a row in the merged softmax of its queries, before the
+    /// first segment. Maxima are scores before the factor `scale`.
+    pub(super) fn add_sinks(&mut self, sinks: &[f32], scale: f32) {
+        let merged = self.merged.chunks_exact_mut(sums_len(self.dim)).take(self.query_count);
+        for (merged, sink) in merged.zip(sinks.iter().cycle()) {
+            (merged[0], merged[1]) = (sink / scale, 1.0);
+        }
+    }
+
     /// Rounds the elements of a query to bf16 and stores them in pairs.
     pub(super) fn set_query(&mut self, query: usize, elements: &[f32]) {
         let strip_words = self.dim / 2 * STRIP;
