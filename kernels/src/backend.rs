@@ -216,8 +216,20 @@ impl ExpertChoice {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExpertScore {
     Softmax,
+    /// Softmax of the sums of logits and bias, so that the bias counts in the weights, too.
+    BiasedSoftmax,
     /// `1 / (1 + exp(-logit))` of each logit by itself.
     Sigmoid,
+}
+
+/// Function that turns the gate and up values of a gated network into its intermediate values.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum GatedActivation {
+    /// `silu(gate) * up`.
+    Silu,
+    /// `g * sigmoid(alpha * g) * (u + 1)`, with `g` the gate up to `limit`, and `u` the up value
+    /// between `-limit` and `limit`.
+    ClampedSwiGlu { alpha: f32, limit: f32 },
 }
 
 /// Packed weights of a mixture of experts.
@@ -225,10 +237,17 @@ pub enum ExpertScore {
 pub struct ExpertWeights<'a, M, V> {
     /// `[experts][hidden]`.
     pub router: &'a M,
-    /// Correction bias `[experts]`: added to the scores for the choice, but not to the weights.
+    /// Bias of the router `[experts]`: a correction that is added to the scores for the choice, but
+    /// not to the weights, or with [`ExpertScore::BiasedSoftmax`] a bias of the logits.
     pub bias: Option<&'a V>,
     /// Gate and up `[2 * size][hidden]`, and down `[hidden][size]`, of each expert of the rank.
     pub experts: &'a [(M, M)],
+    /// Biases of gate and up `[2 * size]`, and of down `[hidden]`, of each expert of the rank. The
+    /// bias of down is empty on ranks whose outputs are added to one that has it. Without biases
+    /// the list is empty. Only a backend that admits models with them accepts biases and other
+    /// activations than [`GatedActivation::Silu`].
+    pub biases: &'a [(V, V)],
+    pub activation: GatedActivation,
     /// Index of the first of `experts` among all experts.
     pub first: usize,
     /// Expert that computes every row.
@@ -375,6 +394,10 @@ pub trait Backend: Send + 'static {
     );
     /// Computes `out[rows][w.out] = x[rows][w.in] · wᵀ`. `out` may be wide.
     fn matmul(&mut self, rows: usize, x: &Self::Buffer, w: &Self::Matrix, out: &mut Self::Buffer);
+    /// Computes `x[row] += bias`.
+    fn add_bias(&mut self, _rows: usize, _bias: &Self::Vector, _x: &mut Self::Buffer) {
+        unreachable!("a backend that admits models with biases of outputs implements add_bias");
+    }
     /// Returns whether a row of the step has an adapter.
     fn has_adapters(&self, _step: &Self::Step) -> bool {
         false
@@ -423,9 +446,10 @@ pub trait Backend: Send + 'static {
     fn silu_mul(&mut self, rows: usize, gate_up: &Self::Buffer, out: &mut Self::Buffer);
     /// Computes a mixture of experts. The router's logits `x · routerᵀ` give the score of each
     /// expert in f32. A row goes to the experts of the greatest scores, the lowest expert or group
-    /// among equal ones. `out` is the sum of their outputs `silu_mul(x · gate_upᵀ) · downᵀ` times
-    /// their weights, in f32 and in a fixed order of the row's experts, the shared expert last. On
-    /// CPUs, and on GPUs up to a number of rows, a row's result does not depend on the other rows.
+    /// among equal ones. `out` is the sum of their outputs `activation(x · gate_upᵀ) · downᵀ`,
+    /// biases included, times their weights, in f32 and in a fixed order of the row's experts, the
+    /// shared expert last. On CPUs, and on GPUs up to a number of rows, a row's result does not
+    /// depend on the other rows.
     fn experts(
         &mut self,
         rows: usize,

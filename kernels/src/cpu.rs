@@ -21,13 +21,13 @@ pub mod collective;
 mod disjoint_slice;
 mod embed;
 mod experts;
+mod gated;
 mod isa;
 mod low_rank;
 mod matmul;
 mod norm;
 mod rope;
 mod sample;
-mod silu;
 mod step;
 #[cfg(test)]
 pub(crate) mod testing;
@@ -51,8 +51,8 @@ pub use step::{CpuStep, StepError, StepSequence};
 use self::{aligned::Slab, isa::Level, threads::ThreadPool};
 use crate::{
     backend::{
-        Backend, ExpertLoad, ExpertShape, ExpertWeights, HeadShape, HeadWeights, LayerAttention,
-        LowRankUpdate, NormSpan, RowSource,
+        Backend, ExpertLoad, ExpertShape, ExpertWeights, GatedActivation, HeadShape, HeadWeights,
+        LayerAttention, LowRankUpdate, NormSpan, RowSource,
     },
     layout::{KvLayout, WeightFormat},
     sampling::SampledToken,
@@ -324,6 +324,12 @@ impl Backend for CpuBackend {
         matmul::matmul(self.level, pool, &mut self.gemms, x, w, out);
     }
 
+    fn add_bias(&mut self, rows: usize, bias: &CpuVector, x: &mut CpuBuffer) {
+        assert_eq!(bias.values().len(), x.width(), "add_bias: the bias is as wide as a row");
+        let (level, x) = (self.level, x.rows_mut(rows));
+        bias::add_bias(level, self.pool(), bias.values(), x);
+    }
+
     fn has_adapters(&self, step: &CpuStep) -> bool {
         step.adapters.iter().any(Option::is_some)
     }
@@ -399,7 +405,8 @@ impl Backend for CpuBackend {
         let width = out.width();
         assert_eq!(gate_up.width(), 2 * width, "silu_mul: gate and up are as wide as the output");
         let (level, out) = (self.level, out.rows_mut(rows));
-        silu::silu_mul(level, self.pool(), width, gate_up.rows(rows), out);
+        let input = (GatedActivation::Silu, gate_up.rows(rows));
+        gated::activate(level, self.pool(), width, input, out);
     }
 
     fn experts(

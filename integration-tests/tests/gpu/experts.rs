@@ -2,7 +2,9 @@
 
 use kernels::{
     Backend, RowSource, WeightFormat,
-    backend::{ExpertChoice, ExpertScore, ExpertShape, ExpertWeights, SharedExpert},
+    backend::{
+        ExpertChoice, ExpertScore, ExpertShape, ExpertWeights, GatedActivation, SharedExpert,
+    },
     cuda::CudaOptions,
     fp8::{self, BlockScales},
 };
@@ -201,7 +203,17 @@ impl<B: Bench> Mixture<B> {
         });
         let Self { router, bias, experts, choice, .. } = self;
         let (bias, choice) = (bias.as_ref(), *choice);
-        let weights = ExpertWeights { router, bias, experts, first: 0, shared, choice };
+        let activation = GatedActivation::Silu;
+        let weights = ExpertWeights {
+            router,
+            bias,
+            experts,
+            biases: &[],
+            activation,
+            first: 0,
+            shared,
+            choice,
+        };
         let Self { norm, buffers, x: input, delta, residual, .. } = self;
         backend.put(input, x);
         backend.put(residual, &x.iter().map(|value| value * 0.5).collect::<Vec<_>>());

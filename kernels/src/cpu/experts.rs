@@ -5,14 +5,17 @@
 
 use super::{
     arithmetic::exp,
+    bias::add_bias,
     buffer::CpuVector,
+    gated::activate,
     isa::Level,
     matmul::{CpuMatrix, MatmulScratch, matmul},
-    silu::silu_mul,
     threads::ThreadPool,
 };
 use crate::{
-    backend::{ExpertChoice, ExpertLoad, ExpertScore, ExpertWeights, SharedExpert},
+    backend::{
+        ExpertChoice, ExpertLoad, ExpertScore, ExpertWeights, GatedActivation, SharedExpert,
+    },
     shard::Shard,
 };
 
@@ -54,7 +57,8 @@ pub(crate) fn experts(
     weights: &ExpertWeights<'_, CpuMatrix, CpuVector>,
     out: &mut [f32],
 ) {
-    let ExpertWeights { router, bias, experts, first, shared, choice } = weights;
+    let ExpertWeights { router, bias, experts, biases, activation, first, shared, choice } =
+        weights;
     let (hidden, count) = (router.cols(), router.rows());
     let rows = x.len() / hidden;
     let ExpertScratch { logits, lists, inputs, gate_up, activated, outputs } = scratch;
@@ -69,7 +73,9 @@ pub(crate) fn experts(
         }
     }
     let own = *first..first + experts.len();
-    let experts = experts.iter().map(|(gate_up, down)| (gate_up, down));
+    let experts = experts.iter().enumerate();
+    let experts =
+        experts.map(|(index, (gate_up, down))| (gate_up, down, biases.get(index), *activation));
     let shared = shared.as_ref().map(|SharedExpert { gate_up: to_gate_up, down, router }| {
         logits.resize(rows, 0.0);
         if let Some(router) = router {
@@ -77,12 +83,12 @@ pub(crate) fn experts(
         }
         let weight = |logit: &f32| if router.is_some() { sigmoid(*logit) } else { 1.0 };
         lists[count].extend(logits.iter().map(weight).enumerate());
-        (*to_gate_up, *down)
+        (*to_gate_up, *down, None, GatedActivation::Silu)
     });
     out.fill(0.0);
     let (lists, of_shared) = lists.split_at(count);
     let lists = lists[own].iter().chain(of_shared);
-    for ((to_gate_up, down), list) in experts.chain(shared).zip(lists) {
+    for ((to_gate_up, down, biases, activation), list) in experts.chain(shared).zip(lists) {
         if list.is_empty() {
             continue;
         }
@@ -90,10 +96,16 @@ pub(crate) fn experts(
         list.iter().for_each(|(row, _)| inputs.extend(&x[row * hidden..][..hidden]));
         gate_up.resize(list.len() * to_gate_up.rows(), 0.0);
         matmul(level, pool, gemms, inputs, to_gate_up, gate_up);
+        if let Some((bias, _)) = biases {
+            add_bias(level, pool, bias.values(), gate_up);
+        }
         activated.resize(list.len() * down.cols(), 0.0);
-        silu_mul(level, pool, down.cols(), gate_up, activated);
+        activate(level, pool, down.cols(), (activation, gate_up), activated);
         outputs.resize(list.len() * hidden, 0.0);
         matmul(level, pool, gemms, activated, down, outputs);
+        if let Some((_, bias)) = biases.filter(|(_, bias)| !bias.values().is_empty()) {
+            add_bias(level, pool, bias.values(), outputs);
+        }
         for ((row, weight), output) in list.iter().zip(outputs.chunks_exact(hidden)) {
             let out = &mut out[row * hidden..][..hidden];
             out.iter_mut().zip(output).for_each(|(out, output)| *out += weight * output);
@@ -108,9 +120,20 @@ fn choose(logits: &[f32], bias: Option<&[f32]>, choice: ExpertChoice) -> Vec<(us
     const SUM_MIN: f32 = 1e-20;
     /// The bound of ERNIE. Without a bias the greatest scores add up to more.
     const SOFTMAX_SUM_MIN: f32 = 1e-12;
-    let scores = scores(logits, choice.score);
-    let mut biased = scores.clone();
-    biased.iter_mut().zip(bias.unwrap_or_default()).for_each(|(score, bias)| *score += bias);
+    let with_bias = |values: &[f32]| {
+        let mut biased = values.to_vec();
+        biased.iter_mut().zip(bias.unwrap_or_default()).for_each(|(value, bias)| *value += bias);
+        biased
+    };
+    let scores = match choice.score {
+        ExpertScore::Softmax => softmax(logits),
+        ExpertScore::BiasedSoftmax => softmax(&with_bias(logits)),
+        ExpertScore::Sigmoid => logits.iter().copied().map(sigmoid).collect(),
+    };
+    let biased = match choice.score {
+        ExpertScore::BiasedSoftmax => scores.clone(),
+        ExpertScore::Softmax | ExpertScore::Sigmoid => with_bias(&scores),
+    };
     let mut order: Vec<usize> = if choice.groups == 1 {
         (0..scores.len()).collect()
     } else {
@@ -128,7 +151,7 @@ fn choose(logits: &[f32], bias: Option<&[f32]>, choice: ExpertChoice) -> Vec<(us
     let sum = match (choice.is_normalized, choice.score) {
         (false, _) => 1.0,
         // A bias may choose experts of scores near 0.
-        (true, ExpertScore::Softmax) => {
+        (true, ExpertScore::Softmax | ExpertScore::BiasedSoftmax) => {
             order.iter().map(|expert| scores[*expert]).sum::<f32>().max(SOFTMAX_SUM_MIN)
         }
         (true, ExpertScore::Sigmoid) => {
@@ -138,16 +161,11 @@ fn choose(logits: &[f32], bias: Option<&[f32]>, choice: ExpertChoice) -> Vec<(us
     order.into_iter().map(|expert| (expert, scores[expert] / sum * choice.scale)).collect()
 }
 
-fn scores(logits: &[f32], score: ExpertScore) -> Vec<f32> {
-    match score {
-        ExpertScore::Softmax => {
-            let greatest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            let powers: Vec<f32> = logits.iter().map(|logit| exp(logit - greatest)).collect();
-            let sum: f32 = powers.iter().sum();
-            powers.into_iter().map(|power| power / sum).collect()
-        }
-        ExpertScore::Sigmoid => logits.iter().copied().map(sigmoid).collect(),
-    }
+fn softmax(logits: &[f32]) -> Vec<f32> {
+    let greatest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let powers: Vec<f32> = logits.iter().map(|logit| exp(logit - greatest)).collect();
+    let sum: f32 = powers.iter().sum();
+    powers.into_iter().map(|power| power / sum).collect()
 }
 
 fn sigmoid(logit: f32) -> f32 {
@@ -190,6 +208,9 @@ mod tests {
         shared_router: CpuMatrix,
         has_shared: bool,
         choice: ExpertChoice,
+        router_bias: Option<CpuVector>,
+        biases: Vec<(CpuVector, CpuVector)>,
+        activation: GatedActivation,
     }
 
     impl Mixture {
@@ -208,6 +229,22 @@ mod tests {
                 shared_router: matrix(WeightFormat::F32, 1, HIDDEN, 998),
                 has_shared: false,
                 choice: ExpertChoice::softmax(chosen, true),
+                router_bias: None,
+                biases: Vec::new(),
+                activation: GatedActivation::Silu,
+            }
+        }
+
+        /// Makes the mixture one of gpt-oss: biases everywhere and its activation.
+        fn with_biases(self) -> Self {
+            let bias = |seed, len| CpuVector::new(&numbers(seed, len));
+            let biases = |at: u32| (bias(2 * at + 500, 2 * SIZE), bias(2 * at + 501, HIDDEN));
+            Self {
+                choice: ExpertChoice { score: ExpertScore::BiasedSoftmax, ..self.choice },
+                router_bias: Some(bias(499, self.experts.len())),
+                biases: (0..self.experts.len() as u32).map(biases).collect(),
+                activation: GatedActivation::ClampedSwiGlu { alpha: 1.702, limit: 0.5 },
+                ..self
             }
         }
 
@@ -217,13 +254,23 @@ mod tests {
         }
 
         fn run(&self, level: Level, threads: usize, x: &[f32]) -> Vec<f32> {
-            let Self { router, experts: matrices, shared_router, has_shared, choice } = self;
+            let Self { router, experts: matrices, shared_router, has_shared, choice, .. } = self;
+            let (bias, biases, activation) =
+                (self.router_bias.as_ref(), &*self.biases, self.activation);
             let (gate_up, down) = &matrices[0];
             let shared = SharedExpert { gate_up, down, router: Some(shared_router) };
             let shared = has_shared.then_some(shared);
             let (experts_of, choice) = (matrices.as_slice(), *choice);
-            let weights =
-                ExpertWeights { router, bias: None, experts: experts_of, first: 0, shared, choice };
+            let weights = ExpertWeights {
+                router,
+                bias,
+                experts: experts_of,
+                biases,
+                activation,
+                first: 0,
+                shared,
+                choice,
+            };
             let mut pool = ThreadPool::new(threads, "test").unwrap();
             let mut scratch = (ExpertScratch::default(), MatmulScratch::default());
             let mut out = vec![f32::NAN; x.len()];
@@ -235,7 +282,7 @@ mod tests {
     #[test]
     fn a_row_has_the_bits_that_it_has_alone() {
         for format in [WeightFormat::F32, WeightFormat::Bf16, WeightFormat::Q8] {
-            let mixture = Mixture::new(format, 16, 4).with_shared();
+            let mixture = Mixture::new(format, 16, 4).with_shared().with_biases();
             let x = numbers(5, 256 * HIDDEN);
             for level in levels() {
                 let all = mixture.run(level, 2, &x);
@@ -266,8 +313,13 @@ mod tests {
             rows.iter().map(|row| row.iter().zip(x).map(|(a, b)| a * b).sum()).collect()
         };
         let x: Vec<f64> = x.iter().map(|value| f64::from(*value)).collect();
-        let powers: Vec<f64> =
-            product(&rows_of(&mixture.router), &x).into_iter().map(f64::exp).collect();
+        let add = |values: Vec<f64>, bias: Option<&CpuVector>| -> Vec<f64> {
+            let bias =
+                bias.map_or(&[][..], CpuVector::values).iter().chain(std::iter::repeat(&0.0));
+            values.into_iter().zip(bias).map(|(value, bias)| value + f64::from(*bias)).collect()
+        };
+        let logits = add(product(&rows_of(&mixture.router), &x), mixture.router_bias.as_ref());
+        let powers: Vec<f64> = logits.into_iter().map(f64::exp).collect();
         let mut order: Vec<usize> = (0..powers.len()).collect();
         order.sort_by(|a, b| powers[*b].total_cmp(&powers[*a]));
         let chosen = &order[..mixture.choice.count];
@@ -281,11 +333,20 @@ mod tests {
         let mut out = vec![0.0; x.len()];
         for (expert, weight) in weights {
             let (gate_up, down) = &mixture.experts[expert];
-            let gate_up = product(&rows_of(gate_up), &x);
+            let biases = mixture.biases.get(expert);
+            let gate_up = add(product(&rows_of(gate_up), &x), biases.map(|it| &it.0));
             let (gate, up) = gate_up.split_at(SIZE);
-            let silu = |gate: f64| gate / (1.0 + (-gate).exp());
-            let activated: Vec<f64> = gate.iter().zip(up).map(|(g, up)| silu(*g) * up).collect();
-            let outputs = product(&rows_of(down), &activated);
+            let sigmoid = |gate: f64| 1.0 / (1.0 + (-gate).exp());
+            let activate = |(&g, &u): (&f64, &f64)| match mixture.activation {
+                GatedActivation::Silu => g * sigmoid(g) * u,
+                GatedActivation::ClampedSwiGlu { alpha, limit } => {
+                    let (alpha, limit) = (f64::from(alpha), f64::from(limit));
+                    let g = g.min(limit);
+                    g * sigmoid(alpha * g) * (u.clamp(-limit, limit) + 1.0)
+                }
+            };
+            let activated: Vec<f64> = gate.iter().zip(up).map(activate).collect();
+            let outputs = add(product(&rows_of(down), &activated), biases.map(|it| &it.1));
             out.iter_mut().zip(outputs).for_each(|(out, it)| *out += it * weight);
         }
         out
@@ -296,7 +357,11 @@ mod tests {
         let x = numbers(3, 20 * HIDDEN);
         for (count, chosen) in [(1, 1), (5, 2), (16, 4), (16, 16)] {
             let mixture = Mixture::new(WeightFormat::F32, count, chosen);
-            let mixture = if count == 5 { mixture.with_shared() } else { mixture };
+            let mixture = match chosen {
+                2 => mixture.with_shared(),
+                4 => mixture.with_biases(),
+                _ => mixture,
+            };
             let out = mixture.run(Level::Reference, 1, &x);
             for (x, out) in x.chunks_exact(HIDDEN).zip(out.chunks_exact(HIDDEN)) {
                 for (found, expected) in out.iter().zip(defined(&mixture, x)) {

@@ -195,6 +195,7 @@ impl CudaBackend {
     ) {
         let ExpertShape { count, chosen, hidden, size, .. } = buffers.shape;
         let &ExpertWeights { router, experts, choice, .. } = weights;
+        assert!(weights.biases.is_empty(), "experts: models whose experts have biases are refused");
         assert!(rows <= buffers.rows_max, "{rows} rows exceed the buffers' {}", buffers.rows_max);
         assert_eq!((experts.len(), choice.count), (count, chosen), "experts: counts differ");
         assert_eq!((router.rows, router.cols), (count, hidden), "experts: the router's size");

@@ -4,6 +4,7 @@ pub(crate) mod dummy;
 pub(crate) mod file;
 mod folder;
 mod gguf_file;
+mod stacked;
 pub(crate) mod stored;
 
 use std::{
@@ -124,6 +125,7 @@ impl Checkpoint {
                 // `tie_word_embeddings`.
                 config.tied_output &= weights.output_is_embedding(&config);
                 weights.read_scales(&config, strategy)?;
+                weights.check_stacks(&config)?;
                 (config, Weights::Stored(weights))
             }
             (
@@ -205,10 +207,13 @@ impl Checkpoint {
     /// Returns the formats of the matrices, by name. Dummy weights have none.
     pub fn matrix_formats(&self) -> Vec<MatrixFormat> {
         let mut formats: BTreeMap<String, usize> = BTreeMap::new();
-        let directory = self.directory().expect("the directory was checked when opened");
-        for (weight, tensor) in directory {
-            let shape = weight.map(|weight| weight.shape(&self.config));
-            if let Some(WeightShape::Matrix { rows, cols }) = shape {
+        let weights = match &self.weights {
+            Weights::Stored(_) => Weight::all(&self.config).collect(),
+            Weights::Dummy(_) => Vec::new(),
+        };
+        for weight in weights {
+            if let WeightShape::Matrix { rows, cols } = weight.shape(&self.config) {
+                let tensor = self.checked(weight).expect("weights were checked when opened");
                 *formats.entry(tensor.format(rows, cols)).or_default() += 1;
             }
         }
@@ -316,7 +321,7 @@ impl Checkpoint {
         let cols = expected.last().map_or(0, |&cols| cols as usize);
         let rows = (weight.shape(&self.config).elements() as usize).checked_div(cols).unwrap_or(0);
         assert_eq!(
-            tensor.encoding.row_bytes(cols).map(|row_bytes| rows * row_bytes),
+            tensor.encoding.row_bytes(cols).map(|bytes| tensor.order.stored_rows(rows) * bytes),
             Some(tensor.bytes.len()),
             "{}",
             tensor.name
@@ -333,12 +338,16 @@ impl Checkpoint {
     }
 
     /// Returns all stored weights after checking them, and after each the tensors with its scales,
-    /// which belong to no other weight.
+    /// which belong to no other weight. Tensors with several experts belong to no single weight.
     fn directory(&self) -> Result<Vec<(Option<Weight>, StoredTensor<'_>)>, ModelError> {
         let Weights::Stored(stored) = &self.weights else { return Ok(Vec::new()) };
         let mut directory = Vec::new();
         for weight in Weight::all(&self.config) {
             let tensor = self.checked(weight)?;
+            if let Some(tensors) = stored.tensors_of_stack(weight, &self.config) {
+                directory.extend(tensors.into_iter().map(|tensor| (None, tensor)));
+                continue;
+            }
             let scales = stored.scale_tensors(&tensor.name)?;
             directory.push((Some(weight), tensor));
             directory.extend(scales.into_iter().map(|tensor| (None, tensor)));
@@ -400,7 +409,9 @@ fn read_config(path: &Path) -> Result<(ModelConfig, Option<ScaleStrategy>), Mode
     let generation_path = path.with_file_name("generation_config.json");
     let generation =
         if generation_path.is_file() { Some(read_json(&generation_path)?) } else { None };
-    Ok((from_hugging_face(&config, generation.as_ref())?, scale_strategy(&config)?))
+    let model = from_hugging_face(&config, generation.as_ref())?;
+    let strategy = scale_strategy(&config, model.family)?;
+    Ok((model, strategy))
 }
 
 pub(crate) fn read_json(path: &Path) -> Result<JsonFile, ModelError> {

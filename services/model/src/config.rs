@@ -10,7 +10,7 @@ use std::{num::NonZeroUsize, ops::RangeInclusive, path::Path};
 
 use kernels::{
     Dtype, KvGroups, KvLayout, Shard,
-    backend::{HeadShape, NormSpan},
+    backend::{GatedActivation, HeadShape, NormSpan},
     shard::RANKS_MAX,
 };
 
@@ -116,7 +116,18 @@ impl ExpertSpec {
         self,
         bad: &impl Fn(&'static str, String, String) -> Result<(), ModelError>,
     ) -> Result<(), ModelError> {
-        let Self { count, size, choice, has_bias: _, shared } = self;
+        let Self { count, size, choice, activation, shared, .. } = self;
+        if let GatedActivation::ClampedSwiGlu { alpha, limit } = activation {
+            let values = [
+                ("alpha of the experts' activation", alpha),
+                ("limit of the experts' activation", limit),
+            ];
+            for (name, value) in values {
+                if !(value > 0.0 && value <= SCALE_MAX) {
+                    bad(name, value.to_string(), format!("above 0, up to {SCALE_MAX}"))?;
+                }
+            }
+        }
         let sizes = [
             ("number of experts", count, EXPERTS_MAX),
             ("number of experts per token", choice.count, count),

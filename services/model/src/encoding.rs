@@ -15,7 +15,17 @@ pub(crate) enum Encoding {
     Gguf(TensorKind),
     /// FP8, without its scales.
     F8E4m3,
+    /// Two FP4 numbers (e2m1) in a byte, the low half first, without the scales that groups of
+    /// [`MXFP4_GROUP`] numbers share.
+    Mxfp4,
+    /// A power of two (e8m0): the scale of a group.
+    F8E8m0,
 }
+
+/// Numbers of a row of an MXFP4 matrix that share a scale.
+pub(crate) const MXFP4_GROUP: usize = 32;
+/// Bits of the scale that is NaN.
+pub(crate) const E8M0_NAN: u8 = 0xff;
 
 impl Encoding {
     pub(crate) const F32: Self = Self::Gguf(TensorKind::F32);
@@ -37,14 +47,20 @@ impl Encoding {
 
     #[cfg(test)]
     pub(crate) fn all() -> Vec<Self> {
-        TensorKind::supported().map(Self::Gguf).chain([Self::F8E4m3]).collect()
+        let others = [Self::F8E4m3, Self::Mxfp4, Self::F8E8m0];
+        TensorKind::supported().map(Self::Gguf).chain(others).collect()
     }
 
     /// Returns elements and bytes of one block.
     fn block(self) -> (usize, usize) {
-        let Self::Gguf(kind) = self else { return (1, 1) };
-        let block = kind.block().expect("an encoding is a supported kind");
-        (block.elements as usize, block.bytes as usize)
+        match self {
+            Self::Gguf(kind) => {
+                let block = kind.block().expect("an encoding is a supported kind");
+                (block.elements as usize, block.bytes as usize)
+            }
+            Self::Mxfp4 => (MXFP4_GROUP, MXFP4_GROUP / 2),
+            Self::F8E4m3 | Self::F8E8m0 => (1, 1),
+        }
     }
 
     /// Returns the bytes of a row of `cols` elements; `None` when they are not a whole number of
@@ -67,6 +83,8 @@ impl Encoding {
         match self {
             Self::Gguf(kind) => kind.name().expect("an encoding is a supported kind"),
             Self::F8E4m3 => "F8_E4M3",
+            Self::Mxfp4 => "MXFP4",
+            Self::F8E8m0 => "F8_E8M0",
         }
     }
 
@@ -93,12 +111,15 @@ impl Encoding {
     }
 
     /// Decodes `row`, the `row_bytes(out.len())` bytes of one row, into `out`. Each multiplication
-    /// or addition rounds once to f32; F32, F16, BF16 and F8_E4M3 do not round at all. If `row` is
-    /// shorter, the elements beyond its last whole block stay unchanged; files are checked when
-    /// they are opened.
+    /// or addition rounds once to f32; F32, F16, BF16 and the formats of safetensors do not round
+    /// at all. If `row` is shorter, the elements beyond its last whole block stay unchanged; files
+    /// are checked when they are opened.
     pub(crate) fn decode_row(self, row: &[u8], out: &mut [f32]) {
-        let Self::Gguf(kind) = self else {
-            return each(row, out, |[bits], [value]| *value = fp8::decode(*bits));
+        let kind = match self {
+            Self::Gguf(kind) => kind,
+            Self::F8E4m3 => return each(row, out, |[bits], [value]| *value = fp8::decode(*bits)),
+            Self::Mxfp4 => return each(row, out, blocks::mxfp4),
+            Self::F8E8m0 => return each(row, out, |[bits], [value]| *value = power(*bits)),
         };
         match kind {
             TensorKind::F32 => each(row, out, |bytes, [value]| *value = f32::from_le_bytes(*bytes)),
@@ -118,6 +139,16 @@ impl Encoding {
             TensorKind::Q6K => each(row, out, blocks::q6_k),
             TensorKind::Other(_) => unreachable!("an encoding is a supported kind"),
         }
+    }
+}
+
+/// Returns the power of two that an e8m0 number is.
+pub(crate) fn power(bits: u8) -> f32 {
+    match bits {
+        // The smallest power is a subnormal f32.
+        0 => f32::from_bits(1 << 22),
+        E8M0_NAN => f32::NAN,
+        bits => f32::from_bits(u32::from(bits) << 23),
     }
 }
 
@@ -182,6 +213,22 @@ mod tests {
         kinds.sort_by_key(|kind| kind.number());
         quantised.sort_by_key(|kind| kind.number());
         assert_eq!(kinds, quantised);
+    }
+
+    #[test]
+    fn mxfp4_numbers_and_scales_have_the_values_of_the_format() {
+        let mut bytes = [0; 16];
+        (bytes[0], bytes[1], bytes[15]) = (0x71, 0x2a, 0xf8);
+        let numbers = decode(Encoding::Mxfp4, &bytes, 32);
+        assert_eq!(numbers[..4], [0.5, 6.0, -1.0, 1.0]);
+        assert_eq!((numbers[30].to_bits(), numbers[31]), ((-0.0_f32).to_bits(), -6.0));
+        let all: Vec<f32> =
+            (0..8).map(|bits| decode(Encoding::Mxfp4, &[bits; 16], 32)[0]).collect();
+        assert_eq!(all, [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]);
+        let scales = decode(Encoding::F8E8m0, &[127, 128, 0, 1, 254, 255], 6);
+        let powers = [0, 1, -127, -126, 127].map(|exponent| 2_f64.powi(exponent) as f32);
+        assert_eq!(scales[..5], powers);
+        assert!(scales[5].is_nan());
     }
 
     #[test]

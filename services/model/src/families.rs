@@ -4,6 +4,7 @@
 
 mod ernie4_5_moe;
 mod glm4_moe;
+mod gpt_oss;
 mod llama;
 mod minimax_m2;
 mod mistral;
@@ -22,9 +23,10 @@ use crate::{
 };
 
 /// Every family.
-const FAMILIES: [&Family; 11] = [
+const FAMILIES: [&Family; 12] = [
     &ernie4_5_moe::FAMILY,
     &glm4_moe::FAMILY,
+    &gpt_oss::FAMILY,
     &llama::FAMILY,
     &minimax_m2::FAMILY,
     &mistral::FAMILY,
@@ -53,6 +55,9 @@ pub struct Family {
     /// Whether checkpoints may have layers for multi-token prediction (MTP) after the last layer,
     /// which are ignored.
     has_mtp_layers: bool,
+    /// Whether checkpoints store the experts of a layer in one tensor for gate and up and one for
+    /// down, in MXFP4.
+    has_stacked_experts: bool,
     /// Keys that change the arithmetic of the family's class if they are true.
     refused: &'static [&'static str],
     /// Layer without a sliding window.
@@ -176,6 +181,10 @@ impl Family {
 
     pub(crate) fn has_mtp_layers(&self) -> bool {
         self.has_mtp_layers
+    }
+
+    pub(crate) fn has_stacked_experts(&self) -> bool {
+        self.has_stacked_experts
     }
 
     pub(crate) fn refused(&self) -> &'static [&'static str] {

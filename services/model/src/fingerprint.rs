@@ -5,7 +5,7 @@ use std::{
     thread,
 };
 
-use kernels::backend::NormSpan;
+use kernels::backend::{GatedActivation, NormSpan};
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 use crate::{
@@ -275,7 +275,7 @@ impl Hash {
     /// Adds the attention where it differs from that of the family.
     fn attention(&mut self, family: &Family, layers: &[LayerSpec]) {
         let attention = layers.first().map(|layer| layer.mixer);
-        if let Some(Mixer::Attention(AttentionSpec { has_bias, qk_norm, window: _ })) = attention
+        if let Some(Mixer::Attention(AttentionSpec { has_bias, qk_norm, .. })) = attention
             && layers[0].with_window(None).mixer != family.layer().mixer
         {
             self.bytes(b"attention");
@@ -305,13 +305,17 @@ impl Hash {
     /// Adds the experts, if there are any. The family determines the rest of their description.
     fn experts(&mut self, config: &ModelConfig) {
         let is_expert = |layer: &LayerSpec| matches!(layer.feed_forward, FeedForward::Experts(_));
-        if let Some(ExpertSpec { count, size, choice, has_bias: _, shared }) = config.experts() {
+        if let Some(ExpertSpec { count, size, choice, activation, shared, .. }) = config.experts() {
             self.bytes(b"experts");
             let numbers = [count, size, choice.count, choice.is_normalized.into()];
             self.numbers(&numbers.map(|number| number as u64));
             if choice.groups > 1 || choice.scale != 1.0 {
                 self.numbers(&[choice.groups, choice.groups_chosen].map(|number| number as u64));
                 self.floats(&[choice.scale]);
+            }
+            if let GatedActivation::ClampedSwiGlu { alpha, limit } = activation {
+                self.bytes(b"clamped");
+                self.floats(&[alpha, limit]);
             }
             if let Some(SharedExpertSpec { size, has_router: _ }) = shared {
                 self.bytes(b"shared");

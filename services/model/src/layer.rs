@@ -2,7 +2,7 @@
 
 use std::num::NonZeroUsize;
 
-use kernels::backend::{ExpertChoice, NormSpan};
+use kernels::backend::{ExpertChoice, GatedActivation, NormSpan};
 
 /// A layer: a mixer, then a feed-forward network. Each reads the normalized residual stream and
 /// adds its output to the stream.
@@ -23,6 +23,11 @@ pub enum Mixer {
 pub struct AttentionSpec {
     /// Whether queries, keys and values have biases.
     pub has_bias: bool,
+    /// Whether the output projection has a bias.
+    pub has_output_bias: bool,
+    /// Whether each query head has an attention sink: a logit that counts in the denominator of the
+    /// softmax and has no value.
+    pub has_sinks: bool,
     /// Elements that are normalized together before the rotary embedding; `None`: without QK norm.
     pub qk_norm: Option<NormSpan>,
     /// Number of tokens that a token attends to, including itself; `None`: the whole sequence.
@@ -46,8 +51,13 @@ pub struct ExpertSpec {
     /// Width of the intermediate layer of an expert.
     pub size: usize,
     pub choice: ExpertChoice,
-    /// Whether a correction bias is added to the scores for the choice.
+    /// Whether the router has a bias: a correction of the scores for the choice, or with
+    /// [`ExpertScore::BiasedSoftmax`](kernels::backend::ExpertScore) a bias of the logits.
     pub has_bias: bool,
+    /// Whether gate, up and down of each expert have biases.
+    pub has_expert_biases: bool,
+    /// Activation of the experts. A shared expert has `silu`.
+    pub activation: GatedActivation,
     pub shared: Option<SharedExpertSpec>,
 }
 
@@ -61,18 +71,35 @@ pub struct SharedExpertSpec {
 }
 
 impl ExpertSpec {
-    /// Describes experts without correction bias and shared expert.
+    /// Describes experts without biases and shared expert.
     pub(crate) fn new(count: usize, size: usize, choice: ExpertChoice) -> Self {
-        Self { count, size, choice, has_bias: false, shared: None }
+        Self {
+            count,
+            size,
+            choice,
+            has_bias: false,
+            has_expert_biases: false,
+            activation: GatedActivation::Silu,
+            shared: None,
+        }
     }
+}
+
+impl AttentionSpec {
+    /// Llama's attention: without biases, sinks, QK norm and window.
+    pub(crate) const LLAMA: Self = Self {
+        has_bias: false,
+        has_output_bias: false,
+        has_sinks: false,
+        qk_norm: None,
+        window: None,
+    };
 }
 
 impl LayerSpec {
     /// Llama's layer: attention without bias, QK norm and window, and a gated feed-forward network.
-    pub(crate) const LLAMA: Self = Self {
-        mixer: Mixer::Attention(AttentionSpec { has_bias: false, qk_norm: None, window: None }),
-        feed_forward: FeedForward::Gated,
-    };
+    pub(crate) const LLAMA: Self =
+        Self { mixer: Mixer::Attention(AttentionSpec::LLAMA), feed_forward: FeedForward::Gated };
 
     /// Returns the layer with or without biases of queries, keys and values.
     pub(crate) fn with_qkv_bias(self, has_bias: bool) -> Self {

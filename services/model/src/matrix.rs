@@ -14,7 +14,7 @@ use kernels::{
 
 use crate::{
     checkpoint::{dummy::RandomRows, file::TensorBytes},
-    encoding::Encoding,
+    encoding::{self, Encoding, MXFP4_GROUP},
     fingerprint::RowHashes,
     rope::RowOrder,
 };
@@ -41,10 +41,18 @@ pub(crate) enum MatrixData<'a> {
         bytes: TensorBytes<'a>,
         encoding: Encoding,
         order: RowOrder,
-        /// Scales of the whole matrix: with [`Encoding::F8E4m3`].
-        scales: Option<&'a BlockScales>,
+        /// Scales of the whole matrix: with [`Encoding::F8E4m3`] and [`Encoding::Mxfp4`].
+        scales: Option<Scales<'a>>,
     },
     Random(RandomRows),
+}
+
+/// Scales of a stored matrix.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Scales<'a> {
+    Fp8(&'a BlockScales),
+    /// Scales in [`Encoding::F8E8m0`] of the groups of every stored row of an MXFP4 matrix.
+    Mxfp4(TensorBytes<'a>),
 }
 
 thread_local! {
@@ -95,9 +103,26 @@ impl<'a> MatrixSource<'a> {
             panic!("random rows are not stored");
         };
         encoding.decode_part(bytes, skipped, out);
-        if let Some(scales) = scales {
-            scales.apply(order.stored_row(self.rows.start + row), self.cols.start, out);
+        let row = order.stored_row(self.rows.start + row);
+        match scales {
+            None => {}
+            Some(Scales::Fp8(scales)) => scales.apply(row, self.cols.start, out),
+            Some(Scales::Mxfp4(scales)) => {
+                let (groups, first) =
+                    (self.stored_cols / MXFP4_GROUP, self.cols.start / MXFP4_GROUP);
+                let mut bits = vec![0; self.cols.end.div_ceil(MXFP4_GROUP) - first];
+                scales.read(row * groups + first, &mut bits);
+                for (col, value) in (skipped..).zip(out) {
+                    *value *= encoding::power(bits[col / MXFP4_GROUP]);
+                }
+            }
         }
+    }
+
+    /// Returns whether the file has the matrix in one tensor with others. The hash of a tensor
+    /// covers all of them.
+    pub(crate) fn is_of_stack(&self) -> bool {
+        matches!(&self.data, MatrixData::Stored { scales: Some(Scales::Mxfp4(_)), .. })
     }
 
     /// Reads stored rows and calls `each` with each row's index, with bytes that have its columns,
@@ -109,7 +134,7 @@ impl<'a> MatrixSource<'a> {
         let MatrixData::Stored { bytes, encoding, order, .. } = &self.data else {
             panic!("random rows are not stored");
         };
-        let row_bytes = bytes.len() / self.stored_rows.max(1);
+        let row_bytes = bytes.len() / order.stored_rows(self.stored_rows).max(1);
         let stored_row = |row| order.stored_row(self.rows.start + row);
         if self.cols.len() < self.stored_cols && self.hashes.is_none() {
             // Other ranks have the other columns.
@@ -207,7 +232,10 @@ impl RowSource for MatrixSource<'_> {
         };
         let part =
             |scales: &BlockScales| scales.part([self.rows.start, self.cols.start], self.rows.len());
-        scales.map(|scales| vec![part(scales)])
+        match scales {
+            Some(Scales::Fp8(scales)) => Some(vec![part(scales)]),
+            Some(Scales::Mxfp4(_)) | None => None,
+        }
     }
 
     fn read_fp8(&self, first: usize, out: &mut [u8]) {

@@ -104,7 +104,7 @@ pub(crate) fn frequencies(theta: f32, rotary_dim: usize, scaling: &RopeScaling) 
     }
 }
 
-/// Order in which a file stores the rows of a query or key projection.
+/// Order in which a file stores the rows of a matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RowOrder {
     /// Hugging Face's usual order (`rotate_half`): rotary pairs are rows i and i + dim/2 of a head.
@@ -112,13 +112,24 @@ pub(crate) enum RowOrder {
     /// Interleaved order of ERNIE, and of llama.cpp's converter for the `llama` architecture:
     /// rotary pairs are adjacent.
     Pairs { head_dim: usize },
+    /// Every second row, from this one on: the gate or up rows of gpt-oss's experts.
+    Alternate { first: usize },
 }
 
 impl RowOrder {
+    /// Returns the number of rows in the file, of which `rows` belong to the matrix.
+    pub(crate) fn stored_rows(self, rows: usize) -> usize {
+        match self {
+            RowOrder::Halves | RowOrder::Pairs { .. } => rows,
+            RowOrder::Alternate { .. } => 2 * rows,
+        }
+    }
+
     /// Returns the index in the file of row `row` in Hugging Face's order.
     pub(crate) fn stored_row(self, row: usize) -> usize {
         match self {
             RowOrder::Halves => row,
+            RowOrder::Alternate { first } => 2 * row + first,
             RowOrder::Pairs { head_dim } => {
                 let (head, row) = (row / head_dim, row % head_dim);
                 let (half, pair) = (row / (head_dim / 2), row % (head_dim / 2));

@@ -6,8 +6,8 @@ use std::num::NonZeroUsize;
 use kernels::{
     Backend, Packer, RowSource, Shard,
     backend::{
-        ExpertChoice, ExpertShape, ExpertWeights, HeadShape, HeadWeights, LayerAttention, NormSpan,
-        SharedExpert,
+        ExpertChoice, ExpertShape, ExpertWeights, GatedActivation, HeadShape, HeadWeights,
+        LayerAttention, NormSpan, SharedExpert,
     },
 };
 
@@ -64,8 +64,12 @@ enum MixerWeights<M, V> {
         qk_norm: Option<(V, V, NormSpan)>,
         /// Size of the sliding window in tokens.
         window: Option<NonZeroUsize>,
+        /// Attention sinks `[query_heads]`.
+        sinks: Option<V>,
         /// `[hidden][query_width]`.
         output: M,
+        /// `[hidden]`.
+        output_bias: Option<V>,
     },
 }
 
@@ -85,6 +89,10 @@ enum FeedForwardWeights<M, V> {
         /// Gate, then up `[2 * size][hidden]`, and down `[hidden][size]`, of each expert of the
         /// rank.
         experts: Vec<(M, M)>,
+        /// Biases of gate and up `[2 * size]`, and of down `[hidden]` or nothing, of each expert of
+        /// the rank, if experts have biases.
+        biases: Vec<(V, V)>,
+        activation: GatedActivation,
         /// Index of the first of `experts` among all experts.
         first: usize,
         choice: ExpertChoice,
@@ -196,7 +204,8 @@ impl<M, V> Layer<M, V> {
         use LayerWeight as W;
         let weight = |weight| Weight::Layer(index, weight);
         let mixer_norm = source.vector(&[weight(W::AttentionNorm)])?;
-        let Mixer::Attention(AttentionSpec { has_bias, qk_norm, window }) = layer.mixer;
+        let Mixer::Attention(attention) = layer.mixer;
+        let AttentionSpec { has_bias, has_output_bias, has_sinks, qk_norm, window } = attention;
         let mixer = MixerWeights::Attention {
             qkv: source.matrix(&[W::Query, W::Key, W::Value].map(weight))?,
             bias: match has_bias {
@@ -212,7 +221,15 @@ impl<M, V> Layer<M, V> {
                 )),
             },
             window,
+            sinks: match has_sinks {
+                false => None,
+                true => Some(source.vector(&[weight(W::Sinks)])?),
+            },
             output: source.matrix(&[weight(W::AttentionOutput)])?,
+            output_bias: match has_output_bias {
+                false => None,
+                true => Some(source.vector(&[weight(W::OutputBias)])?),
+            },
         };
         let feed_forward_norm = source.vector(&[weight(W::FfnNorm)])?;
         let feed_forward = match layer.feed_forward {
@@ -220,7 +237,8 @@ impl<M, V> Layer<M, V> {
                 gate_up: source.matrix(&[W::Gate, W::Up].map(weight))?,
                 down: source.matrix(&[weight(W::Down)])?,
             },
-            FeedForward::Experts(ExpertSpec { count, choice, has_bias, shared, .. }) => {
+            FeedForward::Experts(spec) => {
+                let ExpertSpec { count, choice, has_bias, activation, shared, .. } = spec;
                 let router = source.router(weight(W::Router))?;
                 let bias = match has_bias {
                     false => None,
@@ -235,10 +253,28 @@ impl<M, V> Layer<M, V> {
                     let gate_up = [ExpertWeight::Gate, ExpertWeight::Up].map(part);
                     Ok((source.matrix(&gate_up)?, source.matrix(&[part(ExpertWeight::Down)])?))
                 };
-                let own = shard.experts(count);
-                let (first, own) = (own.start, own.map(|index| index as u32));
-                let experts = own.map(expert).collect::<Result<_, S::Error>>()?;
-                FeedForwardWeights::Experts { router, bias, shared, experts, first, choice }
+                let first = shard.experts(count).start;
+                let own = shard.experts(count).map(|index| index as u32);
+                let experts = own.clone().map(expert).collect::<Result<_, S::Error>>()?;
+                let biases = |expert| {
+                    let part = |part| weight(W::ExpertBias(expert, part));
+                    let gate_up = [ExpertWeight::Gate, ExpertWeight::Up].map(part);
+                    Ok((source.vector(&gate_up)?, source.vector(&[part(ExpertWeight::Down)])?))
+                };
+                let biases = match spec.has_expert_biases {
+                    false => Vec::new(),
+                    true => own.map(biases).collect::<Result<_, S::Error>>()?,
+                };
+                FeedForwardWeights::Experts {
+                    router,
+                    bias,
+                    shared,
+                    experts,
+                    biases,
+                    activation,
+                    first,
+                    choice,
+                }
             }
         };
         Ok(Self { mixer_norm, mixer, feed_forward_norm, feed_forward })
@@ -424,7 +460,15 @@ impl<B: Backend> Transformer<B> {
         for (index, layer) in weights.layers.iter().enumerate() {
             let adapters = adapters.as_ref().map(|layers| &layers[index]);
             let next = weights.layers.get(index + 1);
-            let MixerWeights::Attention { qkv: w, bias, qk_norm, window, output } = &layer.mixer;
+            let MixerWeights::Attention {
+                qkv: w,
+                bias,
+                qk_norm,
+                window,
+                sinks,
+                output,
+                output_bias,
+            } = &layer.mixer;
             let norms = qk_norm.as_ref().map(|(query, key, _)| (query, key));
             let norm_span = qk_norm.as_ref().map_or(NormSpan::Head, |(_, _, span)| *span);
             let (frequencies, bias) = (&*rope_frequencies, bias.as_ref());
@@ -442,7 +486,7 @@ impl<B: Backend> Transformer<B> {
                 return logits;
             }
             let attention = LayerAttention { layer: index, heads, scale, window: *window };
-            backend.attention(attention, None, qkv, step, attended);
+            backend.attention(attention, sinks.as_ref(), qkv, step, attended);
             let (mut rows, mut attended, mut residual) = (rows, &*attended, &mut *residual);
             if next.is_none() && sampled_rows < rows {
                 // After the last attention, only the sampled rows are needed.
@@ -452,7 +496,8 @@ impl<B: Backend> Transformer<B> {
                 residual = &mut *sampled_residual;
             }
             let norm = (&layer.feed_forward_norm, eps);
-            let product = (attended, output, adapters.map(|adapters| &adapters.output));
+            let output_adapters = adapters.map(|adapters| &adapters.output);
+            let product = (attended, output, output_bias.as_ref(), output_adapters);
             project_onto_residual(backend, rows, product, step, (delta, residual), norm, normed);
 
             let norm = (next.map_or(&weights.output_norm, |next| &next.mixer_norm), eps);
@@ -466,14 +511,31 @@ impl<B: Backend> Transformer<B> {
                             backend.silu_mul(rows, gate_up, activated);
                         }
                     }
-                    let product = (&*activated, down, adapters.map(|adapters| &adapters.down));
+                    let down_adapters = adapters.map(|adapters| &adapters.down);
+                    let product = (&*activated, down, None, down_adapters);
                     let stream = (&mut *delta, residual);
                     project_onto_residual(backend, rows, product, step, stream, norm, normed);
                 }
-                FeedForwardWeights::Experts { router, bias, shared, experts, first, choice } => {
-                    let shared = shared.as_ref().map(SharedExpertWeights::borrowed);
-                    let (bias, first, choice) = (bias.as_ref(), *first, *choice);
-                    let weights = ExpertWeights { router, bias, experts, first, shared, choice };
+                FeedForwardWeights::Experts {
+                    router,
+                    bias,
+                    shared,
+                    experts,
+                    biases,
+                    activation,
+                    first,
+                    choice,
+                } => {
+                    let weights = ExpertWeights {
+                        router,
+                        bias: bias.as_ref(),
+                        experts,
+                        biases,
+                        activation: *activation,
+                        first: *first,
+                        shared: shared.as_ref().map(SharedExpertWeights::borrowed),
+                        choice: *choice,
+                    };
                     let buffers = expert_buffers.as_mut().expect("the model has experts");
                     let buffers = (buffers, &mut *delta);
                     backend.experts_onto_residual(rows, normed, &weights, buffers, residual, norm);
@@ -486,22 +548,28 @@ impl<B: Backend> Transformer<B> {
     }
 }
 
-/// Computes [`Backend::project_onto_residual`], with the updates of the rows' adapters.
+/// Computes [`Backend::project_onto_residual`], with a bias and the updates of the rows' adapters.
 fn project_onto_residual<B: Backend>(
     backend: &mut B,
     rows: usize,
-    (x, w, adapters): (&B::Buffer, &B::Matrix, Option<&MatrixSlots>),
+    (x, w, bias, adapters): (&B::Buffer, &B::Matrix, Option<&B::Vector>, Option<&MatrixSlots>),
     step: &B::Step,
     (delta, residual): (&mut B::Buffer, &mut B::Buffer),
     (norm, eps): (&B::Vector, f32),
     out: &mut B::Buffer,
 ) {
-    let Some(adapters) = adapters else {
+    if adapters.is_none() && bias.is_none() {
         return backend.project_onto_residual(rows, (x, w), delta, residual, (norm, eps), out);
-    };
+    }
     backend.matmul(rows, x, w, delta);
-    backend.add_low_rank(rows, x, adapters, step, delta);
+    if let Some(adapters) = adapters {
+        backend.add_low_rank(rows, x, adapters, step, delta);
+    }
     backend.all_reduce(rows, delta);
+    // After the all-reduce, because each rank has the whole bias.
+    if let Some(bias) = bias {
+        backend.add_bias(rows, bias, delta);
+    }
     backend.add_rms_norm(rows, residual, delta, norm, eps, out);
 }
 
@@ -556,7 +624,9 @@ impl<'a, P: Packer> CheckpointPacker<'a, P> {
         pack: impl FnOnce(&P, &dyn RowSource) -> P::Matrix,
     ) -> Result<P::Matrix, ModelError> {
         let is_hashed = self.shard.is_whole() && self.checkpoint.hashes_packed();
-        let hashes_of = |part: &MatrixSource<'_>| is_hashed.then(|| RowHashes::new(part.rows()));
+        let hashes_of = |part: &MatrixSource<'_>| {
+            (is_hashed && !part.is_of_stack()).then(|| RowHashes::new(part.rows()))
+        };
         let hashes: Vec<Option<RowHashes>> = parts.iter().map(hashes_of).collect();
         let parts = parts.into_iter().zip(&hashes);
         let parts = parts.map(|(part, hashes)| part.hashing(hashes.as_ref())).collect();

@@ -29,17 +29,21 @@ pub enum LayerWeight {
     QueryBias,
     KeyBias,
     ValueBias,
+    /// Attention sink of each query head.
+    Sinks,
     /// Weight of the norm of queries.
     QueryNorm,
     KeyNorm,
     AttentionOutput,
+    /// Bias of the output projection of attention.
+    OutputBias,
     FfnNorm,
     Gate,
     Up,
     Down,
     /// Router of experts, with a row for each.
     Router,
-    /// Correction bias of the scores of experts.
+    /// Bias of the router of experts.
     RouterBias,
     /// Weight of the shared expert.
     Shared(ExpertWeight),
@@ -47,6 +51,8 @@ pub enum LayerWeight {
     SharedRouter,
     /// Weight of the expert with this index.
     Expert(u32, ExpertWeight),
+    /// Bias of the expert with this index.
+    ExpertBias(u32, ExpertWeight),
 }
 
 /// Weight of an expert.
@@ -108,6 +114,8 @@ enum Axis {
     One,
     Hidden,
     QueryHeads,
+    /// One element for each query head.
+    Sinks,
     KvHeads,
     /// The one row of a matrix.
     OneRow,
@@ -127,6 +135,7 @@ impl Axis {
             Axis::One | Axis::OneRow => 1,
             Axis::Hidden => config.hidden_size,
             Axis::QueryHeads => config.query_head_count * config.head_dim,
+            Axis::Sinks => config.query_head_count,
             Axis::KvHeads => config.kv_head_count * config.head_dim,
             Axis::QueryNorm => norm_heads(config, config.query_head_count) * config.head_dim,
             Axis::KeyNorm => norm_heads(config, config.kv_head_count) * config.head_dim,
@@ -153,7 +162,7 @@ impl Axis {
             }
             Axis::QueryHeads | Axis::QueryNorm => heads(config.query_head_count),
             Axis::KvHeads | Axis::KeyNorm => heads(config.kv_head_count),
-            Axis::Ffn | Axis::SharedFfn => shard.part(self.len(config)),
+            Axis::Ffn | Axis::SharedFfn | Axis::Sinks => shard.part(self.len(config)),
             Axis::ExpertFfn => shard.expert_rows(self.len(config)),
             Axis::Vocabulary => shard.tokens(config.vocab_size),
         }
@@ -170,9 +179,10 @@ fn norm_heads(config: &ModelConfig, count: usize) -> usize {
 
 /// Weights of a layer in the order of the forward pass: names in GGUF and in Hugging Face's
 /// checkpoints, rows and columns.
-const LAYER_WEIGHTS: [(LayerWeight, &str, &str, Axis, Axis); 20] = {
+const LAYER_WEIGHTS: [(LayerWeight, &str, &str, Axis, Axis); 22] = {
     use Axis::{
         Experts, Ffn, Hidden, KeyNorm, KvHeads, One, OneRow, QueryHeads, QueryNorm, SharedFfn,
+        Sinks,
     };
     use LayerWeight as W;
     const S_GATE: W = W::Shared(ExpertWeight::Gate);
@@ -186,9 +196,11 @@ const LAYER_WEIGHTS: [(LayerWeight, &str, &str, Axis, Axis); 20] = {
         (W::QueryBias, "attn_q.bias", "self_attn.q_proj.bias", One, QueryHeads),
         (W::KeyBias, "attn_k.bias", "self_attn.k_proj.bias", One, KvHeads),
         (W::ValueBias, "attn_v.bias", "self_attn.v_proj.bias", One, KvHeads),
+        (W::Sinks, "attn_sinks.weight", "self_attn.sinks", One, Sinks),
         (W::QueryNorm, "attn_q_norm.weight", "self_attn.q_norm.weight", One, QueryNorm),
         (W::KeyNorm, "attn_k_norm.weight", "self_attn.k_norm.weight", One, KeyNorm),
         (W::AttentionOutput, "attn_output.weight", "self_attn.o_proj.weight", Hidden, QueryHeads),
+        (W::OutputBias, "attn_output.bias", "self_attn.o_proj.bias", One, Hidden),
         (W::FfnNorm, "ffn_norm.weight", "post_attention_layernorm.weight", One, Hidden),
         (W::Gate, "ffn_gate.weight", "mlp.gate_proj.weight", Ffn, Hidden),
         (W::Up, "ffn_up.weight", "mlp.up_proj.weight", Ffn, Hidden),
@@ -222,10 +234,18 @@ impl LayerWeight {
             let weights = [ExpertWeight::Gate, ExpertWeight::Up, ExpertWeight::Down];
             weights.map(|weight| LayerWeight::Expert(expert, weight))
         });
+        let bias_count =
+            if experts.is_some_and(|it| it.has_expert_biases) { expert_count } else { 0 };
+        let biases = (0..bias_count).flat_map(|expert| {
+            let weights = [ExpertWeight::Gate, ExpertWeight::Up, ExpertWeight::Down];
+            weights.map(|weight| LayerWeight::ExpertBias(expert, weight))
+        });
         let is_of_layer = move |weight: &LayerWeight| match weight {
             LayerWeight::QueryBias | LayerWeight::KeyBias | LayerWeight::ValueBias => {
                 attention.has_bias
             }
+            LayerWeight::OutputBias => attention.has_output_bias,
+            LayerWeight::Sinks => attention.has_sinks,
             LayerWeight::QueryNorm | LayerWeight::KeyNorm => attention.qk_norm.is_some(),
             LayerWeight::Gate | LayerWeight::Up | LayerWeight::Down => experts.is_none(),
             LayerWeight::Router => experts.is_some(),
@@ -234,13 +254,15 @@ impl LayerWeight {
             LayerWeight::SharedRouter => shared.is_some_and(|shared| shared.has_router),
             _ => true,
         };
-        LAYER_WEIGHTS.into_iter().map(|row| row.0).filter(is_of_layer).chain(of_experts)
+        let weights = LAYER_WEIGHTS.into_iter().map(|row| row.0).filter(is_of_layer);
+        weights.chain(of_experts).chain(biases)
     }
 
     /// Returns the name in GGUF files, within a layer. One tensor has the matrices of all experts.
     fn gguf_name(self) -> String {
         match self {
             LayerWeight::Expert(_, weight) => format!("ffn_{}_exps.weight", weight.name()),
+            LayerWeight::ExpertBias(_, weight) => format!("ffn_{}_exps.bias", weight.name()),
             _ => self.row().1.to_owned(),
         }
     }
@@ -251,6 +273,9 @@ impl LayerWeight {
         match self {
             LayerWeight::Expert(expert, weight) => {
                 format!("mlp.experts.{expert}.{}_proj.weight", weight.name())
+            }
+            LayerWeight::ExpertBias(expert, weight) => {
+                format!("mlp.experts.{expert}.{}_proj.bias", weight.name())
             }
             _ => self.row().2.to_owned(),
         }
@@ -263,6 +288,10 @@ impl LayerWeight {
                 (Axis::ExpertFfn, Axis::Hidden)
             }
             LayerWeight::Expert(_, ExpertWeight::Down) => (Axis::Hidden, Axis::ExpertFfn),
+            LayerWeight::ExpertBias(_, ExpertWeight::Gate | ExpertWeight::Up) => {
+                (Axis::One, Axis::ExpertFfn)
+            }
+            LayerWeight::ExpertBias(_, ExpertWeight::Down) => (Axis::One, Axis::Hidden),
             _ => (self.row().3, self.row().4),
         }
     }
@@ -311,8 +340,9 @@ impl Weight {
         (rows.len(config), cols.len(config))
     }
 
-    /// Returns the part of the weight that a rank loads, which has no rows of an expert that the
-    /// rank lacks. The parts of the embedding and of the output have the same rows.
+    /// Returns the part of the weight that a rank loads. The part has nothing of an expert that the
+    /// rank lacks. Of ranks with parts of an expert, whose outputs are added, only the first has the
+    /// bias of the output. The parts of the embedding and of the output have the same rows.
     ///
     /// # Panics
     /// When the model cannot be sharded over these ranks; [`ModelConfig::check_shard`] rejects this
@@ -320,11 +350,16 @@ impl Weight {
     pub fn part(self, config: &ModelConfig, shard: Shard) -> WeightPart {
         let (rows, cols) = self.axes();
         let part = WeightPart { rows: rows.part(config, shard), cols: cols.part(config, shard) };
+        let has = |expert| shard.experts(Axis::Experts.len(config)).contains(&(expert as usize));
+        let adds_bias = shard.has_whole_experts() || shard.rank() == 0;
         match self {
-            Weight::Layer(_, LayerWeight::Expert(expert, _))
-                if !shard.experts(Axis::Experts.len(config)).contains(&(expert as usize)) =>
-            {
+            Weight::Layer(_, LayerWeight::Expert(expert, _)) if !has(expert) => {
                 WeightPart { rows: 0..0, ..part }
+            }
+            Weight::Layer(_, LayerWeight::ExpertBias(expert, of))
+                if !has(expert) || of == ExpertWeight::Down && !adds_bias =>
+            {
+                WeightPart { cols: 0..0, ..part }
             }
             _ => part,
         }

@@ -86,6 +86,7 @@ fn f32_logits_and_greedy_tokens_equal_those_of_transformers() {
             "glm4_moe",
             "glm4_moe_channel_fp8",
             "glm4_moe_fp8",
+            "gpt_oss",
             "llama3",
             "llama3/model.gguf",
             "llama3_fp8",
@@ -170,6 +171,7 @@ fn configurations_name_family_window_and_width() {
         ("qwen3", "qwen3", [0, 0]),
         ("mixtral", "mixtral", [0, 0]),
         ("glm4_moe", "glm4_moe", [0, 0]),
+        ("gpt_oss", "gpt_oss", [7, 0]),
     ] {
         let config = config(name);
         assert_eq!(Some(config.family), Family::named(family));

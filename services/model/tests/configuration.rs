@@ -248,10 +248,14 @@ fn unsupported_features_are_rejected_by_name() {
         (
             json!({"architectures": ["GemmaForCausalLM"]}),
             "unsupported architecture \"GemmaForCausalLM\"; expected one of \
-             \"Ernie4_5_MoeForCausalLM\", \"Glm4MoeForCausalLM\", \"LlamaForCausalLM\", \
+             \"Ernie4_5_MoeForCausalLM\", \"Glm4MoeForCausalLM\", \"GptOssForCausalLM\", \"LlamaForCausalLM\", \
              \"MiniMaxM2ForCausalLM\", \"MistralForCausalLM\", \"MixtralForCausalLM\", \"OlmoeForCausalLM\", \
              \"Qwen2ForCausalLM\", \"Qwen2MoeForCausalLM\", \"Qwen3ForCausalLM\", \
              \"Qwen3MoeForCausalLM\"",
+        ),
+        (
+            json!({"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "fp8"}}),
+            "unsupported quantization_config.quant_method: \"fp8\"; expected \"mxfp4\"",
         ),
         (json!({"hidden_act": "gelu"}), "unsupported hidden_act: \"gelu\"; expected \"silu\""),
         (

@@ -33,7 +33,10 @@ use kernels::{
     },
     sampling::{Pooling, STOP_TOKENS_MAX},
 };
-use model::{Checkpoint, FeedForward, Limits, LoadProgress, ModelConfig, ModelError, Transformer};
+use model::{
+    Checkpoint, FeedForward, LayerSpec, Limits, LoadProgress, Mixer, ModelConfig, ModelError,
+    Transformer,
+};
 
 use self::graphs::{CaptureTarget, Graphs};
 pub use self::kv_size::{KvRoom, KvShare, kv_blocks};
@@ -714,6 +717,15 @@ pub fn check_sizes(
     (weights, compute): (WeightFormat, u32),
 ) -> Result<(), CudaExecutorError> {
     config.check_shard(shard)?;
+    let has_sinks = |layer: &LayerSpec| {
+        let Mixer::Attention(attention) = layer.mixer;
+        attention.has_sinks
+    };
+    if config.layers.iter().any(has_sinks) {
+        let (what, value) = ("the model's family", config.family.name().to_owned());
+        let allowed = "a family without attention sinks, or node.device = \"cpu\"";
+        return Err(CudaError::Unsupported { what, value, allowed }.into());
+    }
     if let Some(experts) = config.experts() {
         let unsupported = |what, value: String, allowed| {
             Err(CudaError::Unsupported { what, value, allowed }.into())
@@ -832,5 +844,16 @@ mod tests {
             let error = refusal(experts, chosen, weights, compute);
             assert!(error.ends_with(expected), "{error}");
         }
+    }
+
+    #[test]
+    fn attention_sinks_are_refused() {
+        let config = "../model/tests/fixtures/architectures/gpt_oss/config.json";
+        let config = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(config);
+        let checkpoint = Checkpoint::open(config, LoadFormat::Dummy { seed: 1 }).unwrap();
+        let error = check_sizes(checkpoint.config(), Shard::WHOLE, (WeightFormat::Bf16, 90));
+        assert!(error.unwrap_err().to_string().ends_with(
+            "the model's family is gpt_oss; expected a family without attention sinks, or node.device = \"cpu\""
+        ));
     }
 }

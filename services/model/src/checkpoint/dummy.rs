@@ -55,8 +55,11 @@ impl DummyWeights {
 
 fn is_bias(weight: Weight) -> bool {
     let Weight::Layer(_, weight) = weight else { return false };
-    use LayerWeight::{KeyBias, QueryBias, RouterBias, ValueBias};
-    matches!(weight, QueryBias | KeyBias | ValueBias | RouterBias)
+    use LayerWeight::{ExpertBias, KeyBias, OutputBias, QueryBias, RouterBias, Sinks, ValueBias};
+    match weight {
+        QueryBias | KeyBias | ValueBias | OutputBias | RouterBias | Sinks | ExpertBias(..) => true,
+        _ => false,
+    }
 }
 
 impl RandomRows {

@@ -13,6 +13,7 @@ use crate::{
     config::{ModelConfig, quantization::ScaleStrategy},
     encoding::Encoding,
     error::ModelError,
+    matrix::Scales,
     rope::RowOrder,
     weight::{LayerWeight, Weight, WeightShape},
 };
@@ -32,8 +33,8 @@ pub(crate) enum Format {
 /// The files of a model and the directory of their tensors.
 pub(super) struct StoredWeights {
     pub format: Format,
-    files: Vec<CheckpointFile>,
-    tensors: HashMap<String, Entry>,
+    pub(super) files: Vec<CheckpointFile>,
+    pub(super) tensors: HashMap<String, Entry>,
     /// Scales of FP8 matrices, by the name of the matrix.
     scales: HashMap<String, MatrixScales>,
 }
@@ -79,8 +80,9 @@ pub(crate) struct StoredTensor<'a> {
     pub encoding: Encoding,
     pub bytes: TensorBytes<'a>,
     pub order: RowOrder,
-    /// With [`Encoding::F8E4m3`], once [`StoredWeights::read_scales`] has found them.
-    pub scales: Option<&'a BlockScales>,
+    /// With [`Encoding::F8E4m3`], once [`StoredWeights::read_scales`] has found them, and with
+    /// [`Encoding::Mxfp4`].
+    pub scales: Option<Scales<'a>>,
 }
 
 impl StoredWeights {
@@ -121,13 +123,14 @@ impl StoredWeights {
     fn name_of(&self, weight: Weight, config: &ModelConfig) -> String {
         match self.format {
             Format::Gguf => weight.gguf_name(),
-            Format::Safetensors => {
-                let name = weight.hugging_face_name(config);
-                // Embedding models are often saved as the base class, without this prefix.
-                let bare = name.strip_prefix("model.").filter(|bare| self.has(bare));
-                bare.map(str::to_owned).unwrap_or(name)
-            }
+            Format::Safetensors => self.name_in_files(weight.hugging_face_name(config)),
         }
+    }
+
+    pub(super) fn name_in_files(&self, name: String) -> String {
+        // Embedding models are often saved as the base class, without this prefix.
+        let bare = name.strip_prefix("model.").filter(|bare| self.has(bare));
+        bare.map(str::to_owned).unwrap_or(name)
     }
 
     /// Returns whether the output projection is the embedding: the files have no output, or one
@@ -151,12 +154,12 @@ impl StoredWeights {
         weight: Weight,
         config: &ModelConfig,
     ) -> Result<StoredTensor<'_>, ModelError> {
+        if let Some(stack) = self.stack_of(weight, config) {
+            return self.of_stack(stack, weight, config);
+        }
         let name = self.name_of(weight, config);
         if !self.has(&name) {
-            // An opened model has at least one file; an empty index has none.
-            let path = self.files.first().map_or(Path::new(""), CheckpointFile::path);
-            let expected = weight.shape(config).dims();
-            return Err(ModelError::MissingTensor { path: path.into(), tensor: name, expected });
+            return Err(self.missing(name, weight.shape(config).dims()));
         }
         let is_paired = matches!(weight, Weight::Layer(_, LayerWeight::Query | LayerWeight::Key))
             && config.family.pairs_rows(self.format);
@@ -179,6 +182,12 @@ impl StoredWeights {
             }
             _ => Ok(tensor),
         }
+    }
+
+    pub(super) fn missing(&self, tensor: String, expected: Vec<u64>) -> ModelError {
+        // An opened model has at least one file; an empty index has none.
+        let path = self.files.first().map_or(Path::new(""), CheckpointFile::path);
+        ModelError::MissingTensor { path: path.into(), tensor, expected }
     }
 
     /// Returns a tensor that the directory has.
@@ -208,7 +217,7 @@ impl StoredWeights {
             }
         };
         let (bytes, dims) = (TensorBytes::new(file, range.clone()), dims.clone());
-        let scales = self.scales.get(&name).map(|it| &it.scales);
+        let scales = self.scales.get(&name).map(|it| Scales::Fp8(&it.scales));
         Ok(StoredTensor { path, name, offset, dims, encoding, bytes, order, scales })
     }
 
@@ -298,6 +307,7 @@ impl StoredWeights {
         let weights = Weight::all(config).chain([Weight::Output]);
         let mut known: HashSet<String> =
             weights.map(|weight| self.name_of(weight, config)).collect();
+        known.extend(self.names_of_stacks(config));
         known.extend(self.scales.values().flat_map(|it| it.tensors.iter().cloned()));
         let is_known = |name: &str| {
             known.contains(name)
@@ -355,7 +365,11 @@ impl StoredTensor<'_> {
     /// Returns the name of the element type and, for FP8, of the part with a scale.
     pub(crate) fn format(&self, rows: usize, cols: usize) -> String {
         let name = self.encoding.name();
-        let Some(scales) = self.scales else { return name.to_owned() };
+        let scales = match self.scales {
+            None => return name.to_owned(),
+            Some(Scales::Mxfp4(_)) => return format!("{name} with a scale for each 32 of a row"),
+            Some(Scales::Fp8(scales)) => scales,
+        };
         match scales.block() {
             block if block == [rows, cols] => format!("{name} with a scale for the matrix"),
             block if block == [1, cols] => format!("{name} with a scale for each row"),
@@ -370,9 +384,13 @@ impl StoredTensor<'_> {
         self.encoding.decode_row(&bytes, out);
     }
 
-    /// Decodes all elements; rejects non-finite ones.
+    /// Decodes all elements of a vector; rejects non-finite ones.
     pub(crate) fn read_vector(&self, out: &mut [f32]) -> Result<(), ModelError> {
-        self.decode(out);
+        let mut stored = vec![0.0; self.order.stored_rows(out.len())];
+        self.decode(&mut stored);
+        for (element, out) in out.iter_mut().enumerate() {
+            *out = stored[self.order.stored_row(element)];
+        }
         match out.iter().position(|value| !value.is_finite()) {
             None => Ok(()),
             Some(element) => Err(self.not_finite(element, out[element])),

@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use super::fields::{Fields, JsonFile};
-use crate::error::ModelError;
+use crate::{error::ModelError, families::Family};
 
 const KEY: &str = "quantization_config";
 /// Rows and columns of a block.
@@ -44,10 +44,17 @@ impl ScaleStrategy {
 
 /// Returns how the FP8 matrices of a checkpoint are scaled; `None`: the checkpoint has no such
 /// matrices.
-pub(crate) fn scale_strategy(config: &JsonFile) -> Result<Option<ScaleStrategy>, ModelError> {
+pub(crate) fn scale_strategy(
+    config: &JsonFile,
+    family: &Family,
+) -> Result<Option<ScaleStrategy>, ModelError> {
     let Some(object) = config.fields()?.get::<Map<String, Value>>(KEY)? else { return Ok(None) };
     let fields = Fields { path: &config.path, object: &object, parent: Some(KEY) };
     let method = fields.get::<String>("quant_method")?;
+    if family.has_stacked_experts() {
+        // The family describes the tensors.
+        return fields.check_word("quant_method", &["mxfp4"], "\"mxfp4\"").map(|()| None);
+    }
     match method.as_deref() {
         Some("fp8") => fp8(&fields).map(Some),
         Some("compressed-tensors") => compressed_tensors(&fields).map(Some),

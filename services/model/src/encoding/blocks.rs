@@ -1,12 +1,21 @@
-//! GGUF's quantized blocks. A small block has 32 elements with one scale. A "K" block has 256
-//! elements in 8 or 16 groups whose scales are small integers. Every element is `scale * integer`,
-//! plus or minus a minimum. Each function uses ggml's order of operations, so that results are
-//! bit-equal.
+//! Quantized blocks of GGUF and MXFP4. In GGUF a small block has 32 elements with one scale. A "K"
+//! block has 256 elements in 8 or 16 groups whose scales are small integers. Every element is
+//! `scale * integer`, plus or minus a minimum. Each function uses ggml's order of operations, so
+//! that results are bit-equal.
 
 use half::f16;
 
 const SMALL: usize = 32;
 const LARGE: usize = 256;
+
+/// Decodes 32 FP4 numbers (e2m1) without their scale, the low half of a byte first.
+pub(super) fn mxfp4(block: &[u8; 16], out: &mut [f32; SMALL]) {
+    const VALUES: [f32; 16] =
+        [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+    for (&byte, pair) in block.iter().zip(out.as_chunks_mut().0) {
+        *pair = [byte & 15, byte >> 4].map(|bits| VALUES[usize::from(bits)]);
+    }
+}
 
 fn f16_at(block: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([block[at], block[at + 1]]).to_f32()

@@ -24,6 +24,7 @@ pub(super) static FAMILY: Family = Family {
     rotary_factor: None,
     rows: RotaryRows::Pairs,
     has_mtp_layers: true,
+    has_stacked_experts: false,
     refused: &["use_bias"],
     layer: LayerSpec::LLAMA,
     layers: |fields, layer, layer_count| {

@@ -22,12 +22,13 @@ pub(super) static FAMILY: Family = Family {
     rotary_factor: Some(0.5),
     rows: RotaryRows::Halves,
     has_mtp_layers: true,
+    has_stacked_experts: false,
     refused: &[],
     layer: LayerSpec::LLAMA,
     layers: |fields, layer, layer_count| {
         let qk_norm = fields.get("use_qk_norm")?.unwrap_or(false).then_some(NormSpan::Head);
         let has_bias = fields.get("attention_bias")?.unwrap_or(false);
-        let attention = AttentionSpec { has_bias, qk_norm, window: None };
+        let attention = AttentionSpec { has_bias, qk_norm, ..AttentionSpec::LLAMA };
         let dense = LayerSpec { mixer: Mixer::Attention(attention), ..layer };
         let size: usize = fields.get("moe_intermediate_size")?.unwrap_or(1408);
         let count = match fields.get("n_routed_experts")? {
@@ -46,7 +47,8 @@ pub(super) static FAMILY: Family = Family {
             is_normalized: fields.get("norm_topk_prob")?.unwrap_or(true),
             scale: fields.get("routed_scaling_factor")?.unwrap_or(1.0),
         };
-        let experts = ExpertSpec { count, size, choice, has_bias: true, shared: Some(shared) };
+        let experts = ExpertSpec::new(count, size, choice);
+        let experts = ExpertSpec { has_bias: true, shared: Some(shared), ..experts };
         let sparse = dense.with_experts(experts);
         let dense_count = fields.get::<usize>("first_k_dense_replace")?.unwrap_or(1);
         let describe = |index| if index < dense_count { dense } else { sparse };

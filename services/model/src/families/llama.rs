@@ -16,6 +16,7 @@ pub(super) static FAMILY: Family = Family {
     rotary_factor: None,
     rows: RotaryRows::Halves,
     has_mtp_layers: false,
+    has_stacked_experts: false,
     refused: &["attention_bias", "mlp_bias"],
     layer: LayerSpec::LLAMA,
     layers: |_, layer, layer_count| Ok(vec![layer; layer_count]),

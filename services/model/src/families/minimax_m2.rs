@@ -20,6 +20,7 @@ pub(super) static FAMILY: Family = Family {
     rotary_factor: Some(1.0),
     rows: RotaryRows::Halves,
     has_mtp_layers: true,
+    has_stacked_experts: false,
     refused: &[],
     layer: olmoe::FAMILY.layer,
     layers: |fields, layer, layer_count| {

@@ -11,6 +11,7 @@ pub(super) static FAMILY: Family = Family {
     rotary_factor: None,
     rows: RotaryRows::Halves,
     has_mtp_layers: false,
+    has_stacked_experts: false,
     refused: &[],
     layer: LayerSpec::LLAMA,
     layers: |fields, layer, layer_count| {

@@ -17,9 +17,10 @@ pub(super) static FAMILY: Family = Family {
     rotary_factor: None,
     rows: RotaryRows::Halves,
     has_mtp_layers: false,
+    has_stacked_experts: false,
     refused: &[],
     layer: LayerSpec {
-        mixer: Mixer::Attention(AttentionSpec { has_bias: true, qk_norm: None, window: None }),
+        mixer: Mixer::Attention(AttentionSpec { has_bias: true, ..AttentionSpec::LLAMA }),
         ..LayerSpec::LLAMA
     },
     layers: layers_with_windows,
@@ -54,7 +55,7 @@ pub(super) fn layers_with_windows(
 /// An element of `layer_types`.
 #[derive(Clone, Copy, Debug, Deserialize)]
 #[serde(rename_all = "snake_case")]
-enum AttentionKind {
+pub(super) enum AttentionKind {
     FullAttention,
     SlidingAttention,
 }

@@ -15,6 +15,7 @@ pub(super) static FAMILY: Family = Family {
     rotary_factor: None,
     rows: RotaryRows::Halves,
     has_mtp_layers: false,
+    has_stacked_experts: false,
     refused: &["use_sliding_window"],
     layer: qwen2::FAMILY.layer,
     layers: |fields, layer, layer_count| {

@@ -18,12 +18,12 @@ pub(super) static FAMILY: Family = Family {
     rotary_factor: None,
     rows: RotaryRows::Halves,
     has_mtp_layers: false,
+    has_stacked_experts: false,
     refused: &["attention_bias"],
     layer: LayerSpec {
         mixer: Mixer::Attention(AttentionSpec {
-            has_bias: false,
             qk_norm: Some(NormSpan::Head),
-            window: None,
+            ..AttentionSpec::LLAMA
         }),
         ..LayerSpec::LLAMA
     },

@@ -20,6 +20,7 @@ pub(super) static FAMILY: Family = Family {
     rotary_factor: None,
     rows: RotaryRows::Halves,
     has_mtp_layers: false,
+    has_stacked_experts: false,
     refused: &["attention_bias", "use_sliding_window"],
     layer: qwen3::FAMILY.layer,
     layers: |fields, layer, layer_count| {
