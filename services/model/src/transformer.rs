@@ -496,9 +496,9 @@ impl<B: Backend> Transformer<B> {
                 residual = &mut *sampled_residual;
             }
             let norm = (&layer.feed_forward_norm, eps);
-            let output_adapters = adapters.map(|adapters| &adapters.output);
-            let product = (attended, output, output_bias.as_ref(), output_adapters);
-            project_onto_residual(backend, rows, product, step, (delta, residual), norm, normed);
+            let product = (attended, output, output_bias.as_ref());
+            let of_step = (&*step, adapters.map(|adapters| &adapters.output));
+            project_onto_residual(backend, rows, product, of_step, (delta, residual), norm, normed);
 
             let norm = (next.map_or(&weights.output_norm, |next| &next.mixer_norm), eps);
             match &layer.feed_forward {
@@ -511,10 +511,10 @@ impl<B: Backend> Transformer<B> {
                             backend.silu_mul(rows, gate_up, activated);
                         }
                     }
-                    let down_adapters = adapters.map(|adapters| &adapters.down);
-                    let product = (&*activated, down, None, down_adapters);
+                    let product = (&*activated, down, None);
+                    let of_step = (&*step, adapters.map(|adapters| &adapters.down));
                     let stream = (&mut *delta, residual);
-                    project_onto_residual(backend, rows, product, step, stream, norm, normed);
+                    project_onto_residual(backend, rows, product, of_step, stream, norm, normed);
                 }
                 FeedForwardWeights::Experts {
                     router,
@@ -552,8 +552,8 @@ impl<B: Backend> Transformer<B> {
 fn project_onto_residual<B: Backend>(
     backend: &mut B,
     rows: usize,
-    (x, w, bias, adapters): (&B::Buffer, &B::Matrix, Option<&B::Vector>, Option<&MatrixSlots>),
-    step: &B::Step,
+    (x, w, bias): (&B::Buffer, &B::Matrix, Option<&B::Vector>),
+    (step, adapters): (&B::Step, Option<&MatrixSlots>),
     (delta, residual): (&mut B::Buffer, &mut B::Buffer),
     (norm, eps): (&B::Vector, f32),
     out: &mut B::Buffer,

@@ -56,10 +56,10 @@ impl DummyWeights {
 fn is_bias(weight: Weight) -> bool {
     let Weight::Layer(_, weight) = weight else { return false };
     use LayerWeight::{ExpertBias, KeyBias, OutputBias, QueryBias, RouterBias, Sinks, ValueBias};
-    match weight {
-        QueryBias | KeyBias | ValueBias | OutputBias | RouterBias | Sinks | ExpertBias(..) => true,
-        _ => false,
-    }
+    matches!(
+        weight,
+        QueryBias | KeyBias | ValueBias | OutputBias | RouterBias | Sinks | ExpertBias(..)
+    )
 }
 
 impl RandomRows {
