@@ -1,9 +1,12 @@
 //! The request core in virtual time, with scripted nodes.
 
 use cluster::{NodeId, Role};
-use proto::v1::{
-    DecodeFinished, DecodeTokens, Failure, FailureKind, PrefillToken, Reserved, Token,
-    decode_event::Event, grammar, prefill_event,
+use proto::{
+    ids::RequestId,
+    v1::{
+        DecodeFinished, DecodeTokens, Failure, FailureKind, Grammar, PrefillToken, Reserved, Token,
+        decode_event::Event, grammar, prefill_event,
+    },
 };
 
 use super::*;
