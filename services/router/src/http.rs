@@ -1,6 +1,7 @@
 //! The OpenAI and Anthropic HTTP APIs, health and metrics: routes, and the code that all endpoints
 //! share (request id, label, body).
 
+mod choices;
 mod completion;
 mod error;
 mod fields;

@@ -14,6 +14,9 @@ use serde::Serialize;
 use telemetry::metrics::Operation;
 
 use super::{
+    choices::{
+        AnswerContent, Api, TextOffset, TokenView, chat_chunks, chat_end, chat_role, text_end,
+    },
     error::ApiError,
     fields::RequestFields,
     generate::{
@@ -21,10 +24,7 @@ use super::{
         WholeWriter, answer_request, write_json,
     },
     request_fields::{Delivery, read_chat, read_completion},
-    wire::{
-        AnswerContent, Api, Completion, CompletionTokensDetails, ErrorBody, TextChoice,
-        TextLogprobs, TextOffset, TokenView, Usage, chat_chunks, chat_end, chat_role, text_end,
-    },
+    wire::{Completion, CompletionTokensDetails, ErrorBody, TextChoice, TextLogprobs, Usage},
 };
 use crate::{
     front::{Front, ServedModel},

@@ -27,11 +27,11 @@ use telemetry::metrics::Operation;
 
 use super::{
     PathParameter, caller_of,
+    choices::{Api, TokenView},
     error::ApiError,
     fields::RequestFields,
     generate::{GenerationApi, ReplyWriter, StartedReply, TokenTotals, answer_request},
     streams::continue_stream,
-    wire::{Api, TokenView},
 };
 use crate::{
     front::{Front, ServedModel},

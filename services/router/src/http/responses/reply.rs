@@ -19,9 +19,10 @@ use super::{
 };
 use crate::{
     http::{
+        choices::TokenView,
         error::ApiError,
         generate::{EventBuffer, StreamWriter, TokenTotals, WholeWriter, unix_seconds},
-        wire::{ChatTokenLogprob, TokenView},
+        wire::ChatTokenLogprob,
     },
     request::answer_reader::{AnswerPiece, AnswerReader},
     request_driver::{AnswerEnd, AnswerEvent},
