@@ -5,6 +5,9 @@
 //! error, ignores later operations, and [`CudaBackend::check`] returns the error. Sizes that do not
 //! fit are bugs of the caller and panic, as on the CPU.
 
+mod all_reduce;
+mod quantize;
+
 use std::{
     cell::Cell,
     path::Path,
@@ -14,7 +17,7 @@ use std::{
 use super::{
     attention::{Attention, AttentionKind},
     buffer::{CudaBuffer, CudaMatrix, CudaVector, row_stride},
-    collective::{AllReduceNorm, AllReduceShape, CudaGroup},
+    collective::CudaGroup,
     context::{Compute, Context, Stream},
     driver::Driver,
     error::CudaError,
@@ -285,28 +288,6 @@ impl CudaBackend {
 
     fn uploads(&self) -> MutexGuard<'_, Option<Uploads>> {
         self.uploads.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Launches in-place all-reduces of the first rows of `x`.
-    fn all_reduce_rows(
-        &self,
-        group: &CudaGroup,
-        rows: usize,
-        x: &CudaBuffer,
-    ) -> Result<(), CudaError> {
-        let row_bytes = x.stride * x.dtype.bytes();
-        // The arenas hold this many rows at a time.
-        let rows_most = group.message_bytes() / row_bytes;
-        if rows_most == 0 && rows > 0 {
-            let (wanted, left) = (row_bytes as u64, group.message_bytes() as u64);
-            return Err(CudaError::RangeFull { what: "the all-reduce of a row", wanted, left });
-        }
-        (0..rows).step_by(rows_most.max(1)).try_for_each(|first| {
-            let rows = rows_most.min(rows - first);
-            let shape = AllReduceShape { dtype: x.dtype, rows, width: x.stride };
-            let (at, is_dependent) = (first * row_bytes, self.options.dependent_launch);
-            group.all_reduce_at(shape, (&x.data, at), is_dependent, &self.compute)
-        })
     }
 
     /// Keeps the first error.
@@ -743,31 +724,6 @@ impl Backend for CudaBackend {
 }
 
 impl CudaBackend {
-    /// Quantizes rows of `x` to FP8, for experts.
-    pub(super) fn quantize_for_experts(&self, rows: usize, x: &CudaBuffer) -> &QuantizedRows {
-        let quantized = self.quantized.as_ref().expect("placed with the weights");
-        self.quantize_rows(rows, x, quantized);
-        quantized
-    }
-
-    /// Quantizes rows of `x` to FP8.
-    fn quantize_rows(&self, rows: usize, x: &CudaBuffer, to: &QuantizedRows) {
-        let from = x.data.part(0, x.bytes(rows));
-        let data = to.data.part(0, rows * x.width);
-        let scales = to.scales.part(0, rows * size_of::<f32>());
-        let (stride, rows, width) = (x.stride as i64, rows as i32, x.width as i32);
-        self.run(|library, stream| {
-            // SAFETY: the three ranges have the sizes checked above.
-            unsafe {
-                launch!(
-                    library,
-                    stream,
-                    baton_quantize_rows(from, stride, data, scales, rows, width)
-                )
-            }
-        });
-    }
-
     /// Runs a GEMM without scales on cuBLASLt, into a range.
     pub(super) fn gemm_onto(
         &mut self,
@@ -787,43 +743,6 @@ impl CudaBackend {
                 self.options.dependent_launch.into(),
             );
         }
-    }
-
-    /// Launches an all-reduce of `delta`, the residual add and the RMS norm, fused into one kernel
-    /// where possible.
-    fn all_reduce_onto_residual(
-        &mut self,
-        rows: usize,
-        delta: &mut CudaBuffer,
-        residual: &mut CudaBuffer,
-        (norm, eps): (&CudaVector, f32),
-        out: &mut CudaBuffer,
-    ) {
-        let width = norm.len;
-        let group = self.group.as_ref().expect("only a rank of a group has partial sums");
-        let shape = AllReduceShape { dtype: delta.dtype, rows, width };
-        let is_packed =
-            [&*delta, &*residual, &*out].iter().all(|b| (b.width, b.stride) == (width, width));
-        if !is_packed || !group.fuses_norm(shape) {
-            self.all_reduce(rows, delta);
-            return self.add_rms_norm(rows, residual, delta, norm, eps, out);
-        }
-        wide(residual);
-        assert_eq!(delta.dtype, out.dtype, "types of addend and output differ");
-        assert!(
-            [&*delta, &*residual, &*out].iter().all(|buffer| rows <= buffer.rows_max),
-            "a buffer has fewer than {rows} rows"
-        );
-        out.pending.set(None);
-        if self.is_faulty() {
-            return;
-        }
-        let norm = AllReduceNorm { residual: &residual.data, weight: &norm.data, eps };
-        let is_dependent = self.options.dependent_launch;
-        let stream = &self.compute;
-        let outcome =
-            group.all_reduce_norm(shape, &delta.data, norm, &out.data, is_dependent, stream);
-        self.note(outcome);
     }
 
     /// Panics when the heads do not match the KV layout, which is a bug of the model, never of a
