@@ -20,7 +20,7 @@ pub use self::file::FileIdentity;
 use self::{
     dummy::DummyWeights,
     file::{TensorBytes, io_error},
-    stored::{Format, StoredTensor, StoredWeights},
+    stored::{StoredTensor, StoredWeights},
 };
 use crate::{
     config::{
@@ -29,6 +29,7 @@ use crate::{
         hugging_face::from_hugging_face,
         quantization::{ScaleStrategy, scale_strategy},
     },
+    encoding::Format,
     error::ModelError,
     fingerprint,
     matrix::{MatrixData, MatrixSource},

@@ -198,6 +198,33 @@ impl ModelConfig {
         };
         within("RMS norm epsilon", self.rms_eps, 0.0..=0.1, "0 to 0.1")?;
         within("rope theta", self.rope_theta, 1.0..=1e12, "1 to 1e12")?;
+        self.validate_rope(&bad, &within)?;
+        if let Some(experts) = self.experts() {
+            experts.validate(&bad)?;
+            let is_sparse = |layer: &&LayerSpec| layer.feed_forward != FeedForward::Gated;
+            let layers = self.layers.iter().filter(is_sparse).count();
+            if experts.count * layers > LAYER_EXPERTS_MAX {
+                let found = format!("{} in each of {layers} layers", experts.count);
+                bad("number of experts", found, format!("1 to {LAYER_EXPERTS_MAX} in all layers"))?;
+            }
+        }
+        if self.layers.len() != self.layer_count {
+            let allowed = format!("{} (one for each layer)", self.layer_count);
+            bad("number of layer types", self.layers.len().to_string(), allowed)?;
+        }
+        let ids = self.bos_token_id.iter().chain(&self.eos_token_ids);
+        if let Some(id) = ids.into_iter().find(|&&id| id as usize >= self.vocab_size) {
+            let allowed = format!("less than the vocabulary size {}", self.vocab_size);
+            bad("bos or eos token id", id.to_string(), allowed)?;
+        }
+        Ok(self)
+    }
+
+    fn validate_rope(
+        &self,
+        bad: &impl Fn(&'static str, String, String) -> Result<(), ModelError>,
+        within: &impl Fn(&'static str, f32, RangeInclusive<f32>, &str) -> Result<(), ModelError>,
+    ) -> Result<(), ModelError> {
         let factor_within = |factor| within("rope scaling factor", factor, 1.0..=1e6, "1 to 1e6");
         let original_within = |tokens| {
             let allowed = format!("1 to {CONTEXT_MAX}");
@@ -259,25 +286,7 @@ impl ModelConfig {
                 within("rope attention factor", self.rope_attention_factor, 1.0..=1.0, allowed)?;
             }
         }
-        if let Some(experts) = self.experts() {
-            experts.validate(&bad)?;
-            let is_sparse = |layer: &&LayerSpec| layer.feed_forward != FeedForward::Gated;
-            let layers = self.layers.iter().filter(is_sparse).count();
-            if experts.count * layers > LAYER_EXPERTS_MAX {
-                let found = format!("{} in each of {layers} layers", experts.count);
-                bad("number of experts", found, format!("1 to {LAYER_EXPERTS_MAX} in all layers"))?;
-            }
-        }
-        if self.layers.len() != self.layer_count {
-            let allowed = format!("{} (one for each layer)", self.layer_count);
-            bad("number of layer types", self.layers.len().to_string(), allowed)?;
-        }
-        let ids = self.bos_token_id.iter().chain(&self.eos_token_ids);
-        if let Some(id) = ids.into_iter().find(|&&id| id as usize >= self.vocab_size) {
-            let allowed = format!("less than the vocabulary size {}", self.vocab_size);
-            bad("bos or eos token id", id.to_string(), allowed)?;
-        }
-        Ok(self)
+        Ok(())
     }
 
     /// Returns the supported numbers of ranks, 1 first: all ranks have equally many KV heads, rows

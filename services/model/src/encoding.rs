@@ -8,6 +8,13 @@ use gguf::TensorKind;
 use half::{bf16, f16};
 use kernels::{Dtype, fp8};
 
+/// Format of a checkpoint's files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Format {
+    Gguf,
+    Safetensors,
+}
+
 /// Encoding of a tensor's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Encoding {

@@ -18,7 +18,7 @@ mod qwen3_moe;
 use std::fmt;
 
 use crate::{
-    checkpoint::stored::Format, config::fields::Fields, error::ModelError, layer::LayerSpec,
+    config::fields::Fields, encoding::Format, error::ModelError, layer::LayerSpec,
     weight::LayerWeight,
 };
 

@@ -73,6 +73,16 @@ enum MixerWeights<M, V> {
     },
 }
 
+impl<M, V> MixerWeights<M, V> {
+    /// Returns the weights between the QKV GEMM and attention.
+    fn head_weights<'a>(&'a self, frequencies: &'a V, eps: f32) -> HeadWeights<'a, V> {
+        let Self::Attention { bias, qk_norm, .. } = self;
+        let norms = qk_norm.as_ref().map(|(query, key, _)| (query, key));
+        let norm_span = qk_norm.as_ref().map_or(NormSpan::Head, |(_, _, span)| *span);
+        HeadWeights { frequencies, bias: bias.as_ref(), norms, norm_span, eps }
+    }
+}
+
 enum FeedForwardWeights<M, V> {
     Gated {
         /// Gate, then up: `[2 * ffn][hidden]`.
@@ -80,23 +90,40 @@ enum FeedForwardWeights<M, V> {
         /// `[hidden][ffn]`.
         down: M,
     },
-    Experts {
-        /// `[experts][hidden]`.
-        router: M,
-        /// `[experts]`.
-        bias: Option<V>,
-        shared: Option<SharedExpertWeights<M>>,
-        /// Gate, then up `[2 * size][hidden]`, and down `[hidden][size]`, of each expert of the
-        /// rank.
-        experts: Vec<(M, M)>,
-        /// Biases of gate and up `[2 * size]`, and of down `[hidden]` or nothing, of each expert of
-        /// the rank, if experts have biases.
-        biases: Vec<(V, V)>,
-        activation: GatedActivation,
-        /// Index of the first of `experts` among all experts.
-        first: usize,
-        choice: ExpertChoice,
-    },
+    Experts(LayerExperts<M, V>),
+}
+
+struct LayerExperts<M, V> {
+    /// `[experts][hidden]`.
+    router: M,
+    /// `[experts]`.
+    bias: Option<V>,
+    shared: Option<SharedExpertWeights<M>>,
+    /// Gate, then up `[2 * size][hidden]`, and down `[hidden][size]`, of each expert of the rank.
+    experts: Vec<(M, M)>,
+    /// Biases of gate and up `[2 * size]`, and of down `[hidden]` or nothing, of each expert of the
+    /// rank, if experts have biases.
+    biases: Vec<(V, V)>,
+    activation: GatedActivation,
+    /// Index of the first of `experts` among all experts.
+    first: usize,
+    choice: ExpertChoice,
+}
+
+impl<M, V> LayerExperts<M, V> {
+    fn borrowed(&self) -> ExpertWeights<'_, M, V> {
+        let Self { router, bias, shared, experts, biases, activation, first, choice } = self;
+        ExpertWeights {
+            router,
+            bias: bias.as_ref(),
+            experts,
+            biases,
+            activation: *activation,
+            first: *first,
+            shared: shared.as_ref().map(SharedExpertWeights::borrowed),
+            choice: *choice,
+        }
+    }
 }
 
 struct SharedExpertWeights<M> {
@@ -265,7 +292,7 @@ impl<M, V> Layer<M, V> {
                     false => Vec::new(),
                     true => own.map(biases).collect::<Result<_, S::Error>>()?,
                 };
-                FeedForwardWeights::Experts {
+                FeedForwardWeights::Experts(LayerExperts {
                     router,
                     bias,
                     shared,
@@ -274,7 +301,7 @@ impl<M, V> Layer<M, V> {
                     activation,
                     first,
                     choice,
-                }
+                })
             }
         };
         Ok(Self { mixer_norm, mixer, feed_forward_norm, feed_forward })
@@ -460,19 +487,9 @@ impl<B: Backend> Transformer<B> {
         for (index, layer) in weights.layers.iter().enumerate() {
             let adapters = adapters.as_ref().map(|layers| &layers[index]);
             let next = weights.layers.get(index + 1);
-            let MixerWeights::Attention {
-                qkv: w,
-                bias,
-                qk_norm,
-                window,
-                sinks,
-                output,
-                output_bias,
-            } = &layer.mixer;
-            let norms = qk_norm.as_ref().map(|(query, key, _)| (query, key));
-            let norm_span = qk_norm.as_ref().map_or(NormSpan::Head, |(_, _, span)| *span);
-            let (frequencies, bias) = (&*rope_frequencies, bias.as_ref());
-            let head_weights = HeadWeights { frequencies, bias, norms, norm_span, eps };
+            let head_weights = layer.mixer.head_weights(rope_frequencies, eps);
+            let MixerWeights::Attention { qkv: w, window, sinks, output, output_bias, .. } =
+                &layer.mixer;
             match adapters {
                 None => backend.project_heads(index, heads, (&*normed, w), head_weights, qkv, step),
                 Some(adapters) => {
@@ -516,26 +533,8 @@ impl<B: Backend> Transformer<B> {
                     let stream = (&mut *delta, residual);
                     project_onto_residual(backend, rows, product, of_step, stream, norm, normed);
                 }
-                FeedForwardWeights::Experts {
-                    router,
-                    bias,
-                    shared,
-                    experts,
-                    biases,
-                    activation,
-                    first,
-                    choice,
-                } => {
-                    let weights = ExpertWeights {
-                        router,
-                        bias: bias.as_ref(),
-                        experts,
-                        biases,
-                        activation: *activation,
-                        first: *first,
-                        shared: shared.as_ref().map(SharedExpertWeights::borrowed),
-                        choice: *choice,
-                    };
+                FeedForwardWeights::Experts(experts) => {
+                    let weights = experts.borrowed();
                     let buffers = expert_buffers.as_mut().expect("the model has experts");
                     let buffers = (buffers, &mut *delta);
                     backend.experts_onto_residual(rows, normed, &weights, buffers, residual, norm);

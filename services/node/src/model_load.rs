@@ -189,10 +189,7 @@ fn load_weights(
         }
     };
     let is_gpu = matches!(traits.device, NodeDevice::Gpu { .. });
-    let (layout, groups) = match is_gpu {
-        true => (whole, KvGroups::whole(model.layer_count)),
-        false => (cpu_layout, model.kv_groups()),
-    };
+    let layout = if is_gpu { whole } else { cpu_layout };
     let host_bytes = host_bytes(&traits, tp, kv_bytes(layout, arena.block_count()));
     let slots = executor.adapter_slots();
     let adapters = NodeAdapters::start(config, model, is_gpu, slots, host_bytes)?;
@@ -211,8 +208,8 @@ fn load_weights(
     let times =
         traits.needs_step_times().then(|| StepTimes::measure(&mut *executor)).transpose()?;
     let defaults = defaults::derive(&traits, times.as_ref()).map_err(SettingsError::from)?;
-    let reasons: Vec<String> = defaults.reasons.iter().map(ToString::to_string).collect();
-    info!("derived the settings that are auto: {}", reasons.join("; "));
+    log_reasons(&defaults);
+    let groups = if is_gpu { KvGroups::whole(model.layer_count) } else { model.kv_groups() };
     let identity = identity::model_identity(fingerprint, weights, layout, &groups);
     let loaded = Loaded {
         path: path.to_owned(),
@@ -229,6 +226,11 @@ fn load_weights(
         sampling_version: if is_gpu && tp > 1 { 0 } else { SAMPLING_VERSION },
     };
     Ok((loaded, executor))
+}
+
+fn log_reasons(defaults: &Defaults) {
+    let reasons: Vec<String> = defaults.reasons.iter().map(ToString::to_string).collect();
+    info!("derived the settings that are auto: {}", reasons.join("; "));
 }
 
 /// Returns the memory of the host that weights and KV take.

@@ -209,11 +209,8 @@ async fn prepare(
         let at = is_list.then_some(index);
         let prompt = tokenize(&model, source, at, &options, &limits, keying.clone(), deadline);
         let TokenizedPrompt { tokens, prefix, reasoning_start } = prompt.await?;
-        reasoning = reasoning_format.map(|format| ReasoningReading {
-            format,
-            start: reasoning_start,
-            closing_token: format.closing_token(model.text.tokenizer()),
-        });
+        reasoning = reasoning_format
+            .map(|format| ReasoningReading::new(format, reasoning_start, model.text.tokenizer()));
         let tags = reasoning.and_then(ReasoningReading::tags);
         let grammar = grammar.as_ref().map(|grammar| Arc::new(grammar.for_nodes(tags)));
         let mut sampling = options.sampling(

@@ -11,9 +11,12 @@ use safetensors::{SafeTensorError, SafeTensors, tensor::Metadata};
 use super::{
     file::{CheckpointFile, io_error},
     read_json,
-    stored::{Entry, Format, StoredWeights},
+    stored::{Entry, StoredWeights},
 };
-use crate::{encoding::Encoding, error::ModelError};
+use crate::{
+    encoding::{Encoding, Format},
+    error::ModelError,
+};
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";

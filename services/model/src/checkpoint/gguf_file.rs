@@ -6,11 +6,11 @@ use gguf::{GgufError, Header, Split};
 
 use super::{
     file::CheckpointFile,
-    stored::{Entry, Format, ROPE_DIVISORS, StoredWeights},
+    stored::{Entry, ROPE_DIVISORS, StoredWeights},
 };
 use crate::{
     config::{ModelConfig, gguf_metadata::from_gguf},
-    encoding::Encoding,
+    encoding::{Encoding, Format},
     error::ModelError,
     rope::RowOrder,
     weight::Weight,

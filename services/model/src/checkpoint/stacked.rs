@@ -6,11 +6,11 @@
 
 use super::{
     file::TensorBytes,
-    stored::{Format, StoredTensor, StoredWeights},
+    stored::{StoredTensor, StoredWeights},
 };
 use crate::{
     config::ModelConfig,
-    encoding::{E8M0_NAN, Encoding, MXFP4_GROUP},
+    encoding::{E8M0_NAN, Encoding, Format, MXFP4_GROUP},
     error::ModelError,
     matrix::Scales,
     rope::RowOrder,

@@ -11,7 +11,7 @@ use kernels::fp8::BlockScales;
 use super::file::{CheckpointFile, FileIdentity, TensorBytes};
 use crate::{
     config::{ModelConfig, quantization::ScaleStrategy},
-    encoding::Encoding,
+    encoding::{Encoding, Format},
     error::ModelError,
     matrix::Scales,
     rope::RowOrder,
@@ -23,12 +23,6 @@ pub(super) const ROPE_DIVISORS: &str = "rope_freqs.weight";
 /// Older exports to safetensors store the rope frequencies of every layer, which follow from the
 /// configuration.
 const ROPE_FREQUENCIES_SUFFIX: &str = ".rotary_emb.inv_freq";
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Format {
-    Gguf,
-    Safetensors,
-}
 
 /// The files of a model and the directory of their tensors.
 pub(super) struct StoredWeights {

@@ -16,7 +16,7 @@
 use std::time::Duration;
 
 use proto::v1::{
-    FinishReason, PrefillToken, StageTimes, Token, decode_event::Event as DecodeEvent,
+    FinishReason, PrefillToken, Reserved, StageTimes, Token, decode_event::Event as DecodeEvent,
     prefill_event::Event as PrefillEvent,
 };
 use serde::{Deserialize, Serialize};
@@ -185,35 +185,7 @@ impl AttemptState {
         }
         match (event, self.decode) {
             (Some(DecodeEvent::Reserved(reserved)), Decode::Opening) => {
-                self.decode = Decode::Reserved;
-                self.saw_cached(reserved.cached_tokens);
-                self.stats.decode.cached_tokens = Some(reserved.cached_tokens);
-                self.stats.local_prefill = reserved.local_prefill;
-                let mut next = vec![AttemptAction::Admitted];
-                match std::mem::replace(&mut self.prefill, Prefill::Ended) {
-                    Prefill::Ended => {}
-                    // The decode node samples token 0 itself. The prefill node's token 0 was not
-                    // emitted.
-                    Prefill::Prefilling | Prefill::HoldingToken(_) | Prefill::Transferring
-                        if reserved.local_prefill =>
-                    {
-                        next.push(AttemptAction::DropPrefill);
-                    }
-                    Prefill::HoldingToken(token) => {
-                        self.prefill = Prefill::Transferring;
-                        let tokens = vec![token];
-                        next.extend(self.emit(
-                            AttemptSide::Prefill,
-                            self.first_index,
-                            tokens,
-                            emitted,
-                        ));
-                    }
-                    awaited @ (Prefill::Prefilling | Prefill::Transferring) => {
-                        self.prefill = awaited
-                    }
-                }
-                next
+                self.on_reserved(&reserved, emitted)
             }
             (Some(DecodeEvent::Reserved(_)), Decode::Reserved | Decode::Decoding) => {
                 violation("it reported Reserved twice")
@@ -271,6 +243,35 @@ impl AttemptState {
             }
             (None, _) => violation("an event has no known content"),
         }
+    }
+
+    fn on_reserved(
+        &mut self,
+        reserved: &Reserved,
+        emitted: &mut EmittedTokens,
+    ) -> Vec<AttemptAction> {
+        self.decode = Decode::Reserved;
+        self.saw_cached(reserved.cached_tokens);
+        self.stats.decode.cached_tokens = Some(reserved.cached_tokens);
+        self.stats.local_prefill = reserved.local_prefill;
+        let mut next = vec![AttemptAction::Admitted];
+        match std::mem::replace(&mut self.prefill, Prefill::Ended) {
+            Prefill::Ended => {}
+            // The decode node samples token 0 itself. The prefill node's token 0 was not
+            // emitted.
+            Prefill::Prefilling | Prefill::HoldingToken(_) | Prefill::Transferring
+                if reserved.local_prefill =>
+            {
+                next.push(AttemptAction::DropPrefill);
+            }
+            Prefill::HoldingToken(token) => {
+                self.prefill = Prefill::Transferring;
+                let tokens = vec![token];
+                next.extend(self.emit(AttemptSide::Prefill, self.first_index, tokens, emitted));
+            }
+            awaited @ (Prefill::Prefilling | Prefill::Transferring) => self.prefill = awaited,
+        }
+        next
     }
 
     /// Returns whether an event of the decode node waits for the log-probabilities of the prompt.

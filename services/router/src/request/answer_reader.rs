@@ -54,6 +54,14 @@ pub(crate) struct ReasoningReading {
 }
 
 impl ReasoningReading {
+    pub(crate) fn new(
+        format: &'static ReasoningFormat,
+        start: ReasoningStart,
+        tokenizer: &Tokenizer,
+    ) -> Self {
+        Self { format, start, closing_token: format.closing_token(tokenizer) }
+    }
+
     /// Returns the tags of the reasoning that may precede the output of a grammar.
     pub(crate) fn tags(self) -> Option<ReasoningTags> {
         let open = match self.start {

@@ -1,4 +1,4 @@
-//! `<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}`. The parser of the messages
+//! `<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}`. The parser of messages
 //! brings other headers of calls into this form.
 
 use super::{PLAIN, ToolFormat, ToolSyntax, named::NamedBody};
