@@ -226,7 +226,8 @@ impl RequestCore {
 
     /// Returns whether the sequence moves with its KV from the draining node of the last attempt.
     /// The owner keeps the Decode call of that attempt, unread, until the node accepts the next
-    /// attempt's Prefill call, or that attempt begins without one, or ends.
+    /// attempt's Prefill call, or that attempt begins without one, drops it
+    /// ([`RequestOutput::DropPrefillCall`]), or ends.
     pub fn moves(&self) -> bool {
         self.moves_from.is_some()
     }

@@ -254,6 +254,10 @@ impl AttemptState {
         self.saw_cached(reserved.cached_tokens);
         self.stats.decode.cached_tokens = Some(reserved.cached_tokens);
         self.stats.local_prefill = reserved.local_prefill;
+        if reserved.local_prefill {
+            // The decode node had the KV already, so no KV moves.
+            self.moves_tokens = 0;
+        }
         let mut next = vec![AttemptAction::Admitted];
         match std::mem::replace(&mut self.prefill, Prefill::Ended) {
             Prefill::Ended => {}

@@ -757,7 +757,7 @@ fn answer_that_ends_within_the_drain_stays_on_its_node() {
 
 #[test]
 fn answer_moves_from_a_draining_node_that_sends_kv_and_then_is_an_ordinary_attempt() {
-    for grace in [None, Some(Duration::from_secs(60))] {
+    for (grace, local_prefill) in [(None, false), (Some(Duration::from_secs(60)), true)] {
         // 80 tokens are left, which take 8 s.
         let mut owner = decoding(20);
         let from = Epoch(owner.picked);
@@ -770,12 +770,15 @@ fn answer_moves_from_a_draining_node_that_sends_kv_and_then_is_an_ordinary_attem
         let sender = node(Role::Decode, from.0);
         owner.core.handle_picked(owner.now, transfer_id, decode, Some(sender));
         assert!(!owner.core.moves());
-        owner.reserved();
+        let reserved = Reserved { cached_tokens: 0, local_prefill };
+        let dropped = owner.decode_sends(Event::Reserved(reserved));
+        assert_eq!(dropped.contains(&RequestOutput::DropPrefillCall), local_prefill);
         let first_index = owner.received.len() as u32;
         owner.decode_sends(Event::Tokens(DecodeTokens { first_index, tokens: vec![token(5)] }));
         let ended = owner.loses_decode();
         let RequestOutput::EndAttempt(ended) = &ended[0] else { panic!("{ended:?}") };
-        assert_eq!(ended.stats.moved_tokens, 84);
+        // A decode node that prefills has the KV already.
+        assert_eq!(ended.stats.moved_tokens, if local_prefill { 0 } else { 84 });
         assert_eq!(owner.core.requirements().moves_from, None);
     }
 }

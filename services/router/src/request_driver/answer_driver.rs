@@ -51,7 +51,8 @@ pub(super) struct AnswerDriver<'a> {
     text: AnswerText,
     attempt: Option<OpenNodeCalls>,
     /// Decode call of the ended attempt whose draining node sends the KV to the next attempt. Open
-    /// until the node has accepted the Prefill call: without calls the node would exit.
+    /// until the node has accepted the Prefill call: without calls the node would exit. A call that
+    /// stayed open would decode the rest of the answer on the draining node.
     moving: Option<NodeCall<DecodeEvent>>,
     /// Counts the answer among those that wait for a node.
     waiting: Option<(WaitingAnswer<'a>, Option<KeyWaiting>)>,
@@ -106,6 +107,7 @@ impl<'a> AnswerDriver<'a> {
                 match output {
                     AnswerOutput::Pick => self.pick()?,
                     AnswerOutput::DropPrefillCall => {
+                        self.moving = None;
                         if let Some(attempt) = &mut self.attempt {
                             attempt.prefill = None;
                         }

@@ -33,6 +33,7 @@ impl Router {
             match output {
                 AnswerOutput::Pick => self.pick(now, id),
                 AnswerOutput::DropPrefillCall => {
+                    self.end_move(id);
                     let transfer = self.answer(id).transfer;
                     self.drop_call(transfer, AttemptSide::Prefill);
                 }
