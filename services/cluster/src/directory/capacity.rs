@@ -50,13 +50,23 @@ pub(super) fn retain_free(
         return Ok(());
     }
     let busy = busy(nodes);
-    nodes.retain(|node| {
-        let Some(slots) = slots(node).filter(|_| decodes(node.member)) else { return true };
-        // Blocks become free when a sequence ends. Without sequences the node evicts cached blocks.
-        let has_blocks = rows(node) == 0 || node.missing_blocks() == 0;
-        slots.free > 0 && has_blocks
-    });
+    nodes.retain(|node| !decodes(node.member) || has_room(node));
     if nodes.is_empty() { Err(busy) } else { Ok(()) }
+}
+
+/// Keeps the nodes on which a sequence could decode now, if there are any.
+pub(super) fn prefer_room(nodes: &mut Vec<Candidate<'_>>) {
+    if nodes.iter().any(has_room) {
+        nodes.retain(has_room);
+    }
+}
+
+/// Returns whether the node has a free slot and blocks for the attempt.
+fn has_room(node: &Candidate<'_>) -> bool {
+    let Some(slots) = slots(node) else { return true };
+    // Blocks become free when a sequence ends. Without sequences the node evicts cached blocks.
+    let has_blocks = rows(node) == 0 || node.missing_blocks() == 0;
+    slots.free > 0 && has_blocks
 }
 
 fn busy(nodes: &[Candidate<'_>]) -> NoNode {

@@ -125,6 +125,10 @@ impl Directory {
         capacity::retain_free(requirements.capacity, &mut decode, |_| true)?;
         let sender = requirements.moves_from.and_then(|from| self.sender(from, requirements));
         let moves = sender.is_some();
+        if moves {
+            // On a full node the sequence would wait for a slot.
+            capacity::prefer_room(&mut decode);
+        }
         let candidates = match self.selection.disaggregate {
             _ if moves => Ok(sender.into_iter().collect()),
             Disaggregate::Never => Err(Placement::Never),

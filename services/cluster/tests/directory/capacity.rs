@@ -69,6 +69,21 @@ fn node_without_free_blocks_takes_no_attempt_while_it_has_sequences() {
 }
 
 #[test]
+fn moving_sequence_avoids_full_nodes_while_another_node_has_room() {
+    let mut world = World::new();
+    let draining = NodeRecord { both_roles: true, ..record(Role::Decode, 11) };
+    world.up(&decode(11), &draining, Load { draining: true, ..load(4, 1) });
+    world.up(&decode(12), &record(Role::Decode, 12), load(1, 1));
+    let moving = NodeRequirements { moves_from: Some(epoch(11)), ..requirements(100) };
+    let picked = world.pick_nodes(&moving).unwrap();
+    assert_eq!(picked.decode.record.epoch, epoch(12), "no node has room");
+    world.up(&decode(13), &record(Role::Decode, 13), load(64, 60));
+    for _ in 0..4 {
+        assert_eq!(world.pick_nodes(&moving).unwrap().decode.record.epoch, epoch(13));
+    }
+}
+
+#[test]
 fn node_of_an_older_release_is_never_full() {
     let mut world = World::new();
     world.up(&decode(11), &record(Role::Decode, 11), load(0, 500));
