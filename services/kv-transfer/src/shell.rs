@@ -350,15 +350,17 @@ fn endpoint(host: &str, port: u16) -> String {
 fn check(config: &TransferConfig) -> Result<(), StartError> {
     /// Maximum length of names in control messages, less the bytes of `tcp://` and a port.
     const NAME_BYTES_MAX: usize = 200;
+    /// Maximum length of a text of the identity: the limit of control messages.
+    const IDENTITY_BYTES_MAX: usize = 256;
     let names = [
-        ("node_id", &config.node_id),
-        ("advertise_host", &config.advertise_host),
-        ("identity.kv_layout", &config.identity.kv_layout),
-        ("identity.dtype", &config.identity.dtype),
+        ("node_id", &config.node_id, NAME_BYTES_MAX),
+        ("advertise_host", &config.advertise_host, NAME_BYTES_MAX),
+        ("identity.kv_layout", &config.identity.kv_layout, IDENTITY_BYTES_MAX),
+        ("identity.dtype", &config.identity.dtype, IDENTITY_BYTES_MAX),
     ];
-    for (field, name) in names {
-        if name.is_empty() || name.len() > NAME_BYTES_MAX {
-            let allowed = format!("1 to {NAME_BYTES_MAX} bytes");
+    for (field, name, bytes_max) in names {
+        if name.is_empty() || name.len() > bytes_max {
+            let allowed = format!("1 to {bytes_max} bytes");
             return Err(StartError::Config { field, value: name.clone(), allowed });
         }
     }
