@@ -262,7 +262,7 @@ section! {
         kv_memory: Option<ByteSize> = None,
             "Unset means 1GiB on a CPU (20,000 tokens of a 135M model in f32) and the rest of gpu_memory_percent on a GPU. On a CPU set it to the memory that the machine has left.",
             ByteSize::mib(1)..=ByteSize::gib(16_384);
-        /// Number of KV blocks (16 tokens each); overrides kv_memory.
+        /// Number of KV blocks (16 tokens of a KV group each); overrides kv_memory.
         blocks: Option<u32> = None,
             "Tests and benchmarks need an exact count.",
             2..=16_777_216;

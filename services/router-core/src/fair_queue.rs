@@ -246,7 +246,7 @@ impl<Id> FlowState<Id> {
     }
 }
 
-/// Returns whether the turn after this many starts ignores priorities or sessions.
+/// Returns whether the turn after this many starts ignores priorities of flows.
 fn is_fair_turn(starts: u64) -> bool {
     starts % TURNS_PER_FAIR_TURN == TURNS_PER_FAIR_TURN - 1
 }

@@ -184,7 +184,8 @@ impl AttemptLoad {
         let keys = requirements.prefix.iter().find(|keys| keys.are_of(identity));
         let keys = keys.map_or(&[][..], PrefixKeys::keys);
         // A node evicts the tail of a prefix before its head. So the cached keys come first, and a
-        // binary search finds their number.
+        // binary search finds their number. If every layer has a sliding window, a node evicts the
+        // head of a prompt longer than the window first, and the number is only an estimate.
         let resident = keys.partition_point(|key| seen.cached.contains(key));
         let (loaded, load_ms) = tier_hits(seen, &keys[resident..]);
         let hits = resident + loaded;
