@@ -44,6 +44,11 @@ pub enum SettingsError {
     )]
     TooFewBlocks { bytes: u64, blocks: u64, block_bytes: usize },
     #[error(
+        "cannot hold the KV of 16 tokens in {blocks} KV blocks; expected at least {groups}, one for each KV \
+         group of the model (node.kv_memory or node.blocks)"
+    )]
+    TooFewForGroups { blocks: u32, groups: usize },
+    #[error(
         "weights of {} MiB and KV of {} MiB exceed {share} of {} MiB; expected a smaller node.kv_memory, or a limit above {} MiB",
         weights >> 20, kv >> 20, share.limit >> 20, share.limit_for(weights.saturating_add(*kv)) >> 20
     )]
@@ -244,6 +249,9 @@ pub(crate) fn executor_limits(
         None => u32::try_from(context_tokens).unwrap_or(u32::MAX),
     };
     let pool_tokens = u32::try_from(groups.tokens(blocks as usize)).unwrap_or(u32::MAX);
+    if pool_tokens == 0 {
+        return Err(SettingsError::TooFewForGroups { blocks, groups: groups.count() });
+    }
     Ok(ExecutorLimits {
         slots: sizes.slots,
         step_tokens: sizes.step_tokens,
