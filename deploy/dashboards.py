@@ -185,7 +185,7 @@ DASHBOARDS = {
         ("Refused requests", "per second", [(rate("baton_requests_refused_total", "reason"), "{{reason}}")]),
         ("Where prompts are prefilled, and why", "per second", [(rate("baton_picks_total", "decision, reason"), "{{decision}} {{reason}}")]),
         ("Sequences that left draining nodes with their KV", "per second", [(rate("baton_moved_sequences_total"), "moved")]),
-        ("Tokens of these sequences", "tokens/s", [(rate("baton_moved_tokens_total", "kv"), "KV {{kv}}")]),
+        ("Tokens of moved sequences", "tokens/s", [(rate("baton_moved_tokens_total", "kv"), "KV {{kv}}")]),
         ("Attempts on nodes", "per second", [(rate("baton_node_attempts_total", "role, outcome"), "{{role}} {{outcome}}")]),
         ("Excluded nodes", "short", [(total("baton_nodes_excluded", "role", labels=ALL, function="max"), "{{role}}")]),
         ("Exclusions of nodes", "per second", [(rate("baton_nodes_exclusions_total", "role, reason", labels=ALL), "{{role}} {{reason}}")]),

@@ -216,7 +216,7 @@ impl ExpertChoice {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExpertScore {
     Softmax,
-    /// Softmax of the sums of logits and bias, so that the bias counts in the weights, too.
+    /// Softmax of logits plus bias: the bias changes the choice and the weights.
     BiasedSoftmax,
     /// `1 / (1 + exp(-logit))` of each logit by itself.
     Sigmoid,
@@ -227,8 +227,8 @@ pub enum ExpertScore {
 pub enum GatedActivation {
     /// `silu(gate) * up`.
     Silu,
-    /// `g * sigmoid(alpha * g) * (u + 1)`, with `g` the gate up to `limit`, and `u` the up value
-    /// between `-limit` and `limit`.
+    /// `g * sigmoid(alpha * g) * (u + 1)`, where `g` is the gate value, at most `limit`, and `u` is
+    /// the up value, clamped to `-limit..=limit`.
     ClampedSwiGlu { alpha: f32, limit: f32 },
 }
 
@@ -237,15 +237,16 @@ pub enum GatedActivation {
 pub struct ExpertWeights<'a, M, V> {
     /// `[experts][hidden]`.
     pub router: &'a M,
-    /// Bias of the router `[experts]`: a correction that is added to the scores for the choice, but
-    /// not to the weights, or with [`ExpertScore::BiasedSoftmax`] a bias of the logits.
+    /// Bias of the router `[experts]`. With [`ExpertScore::BiasedSoftmax`] it is added to the
+    /// logits; otherwise it is added to the scores for the choice, but not to the weights.
     pub bias: Option<&'a V>,
     /// Gate and up `[2 * size][hidden]`, and down `[hidden][size]`, of each expert of the rank.
     pub experts: &'a [(M, M)],
-    /// Biases of gate and up `[2 * size]`, and of down `[hidden]`, of each expert of the rank. The
-    /// bias of down is empty on ranks whose outputs are added to one that has it. Without biases
-    /// the list is empty. Only a backend that admits models with them accepts biases and other
-    /// activations than [`GatedActivation::Silu`].
+    /// Biases of gate and up `[2 * size]`, and of down `[hidden]`, of each expert of the rank; an
+    /// empty list if the experts have no biases. If ranks split an expert, their outputs are added,
+    /// so only one of them has the bias of down, and the others have an empty one. Only a backend
+    /// that admits such models accepts biases, or an activation other than
+    /// [`GatedActivation::Silu`].
     pub biases: &'a [(V, V)],
     pub activation: GatedActivation,
     /// Index of the first of `experts` among all experts.
@@ -446,10 +447,10 @@ pub trait Backend: Send + 'static {
     fn silu_mul(&mut self, rows: usize, gate_up: &Self::Buffer, out: &mut Self::Buffer);
     /// Computes a mixture of experts. The router's logits `x · routerᵀ` give the score of each
     /// expert in f32. A row goes to the experts of the greatest scores, the lowest expert or group
-    /// among equal ones. `out` is the sum of their outputs `activation(x · gate_upᵀ) · downᵀ`,
-    /// biases included, times their weights, in f32 and in a fixed order of the row's experts, the
-    /// shared expert last. On CPUs, and on GPUs up to a number of rows, a row's result does not
-    /// depend on the other rows.
+    /// among equal ones. The output of an expert is `activation(x · gate_upᵀ) · downᵀ`, with its
+    /// biases. `out` is the weighted sum of these outputs in f32, added in a fixed order of the
+    /// row's experts, the shared expert last. On CPUs, and on GPUs up to a number of rows, a row's
+    /// result does not depend on the other rows.
     fn experts(
         &mut self,
         rows: usize,

@@ -396,7 +396,7 @@ mod tests {
         for shape in shapes() {
             for dtype in [Dtype::F32, Dtype::Bf16] {
                 for (index, &(pieces, window)) in pieces.iter().enumerate() {
-                    // Every second case, so that all pieces and all windows have some.
+                    // Every second case has sinks, so that all pieces and windows occur with them.
                     let all = sinks(shape);
                     let sinks = (index % 2 == 1).then_some(&*all);
                     let run = |level, threads| {

@@ -235,7 +235,7 @@ mod tests {
             }
         }
 
-        /// Makes the mixture one of gpt-oss: biases everywhere and its activation.
+        /// Gives the mixture the biases and the activation of gpt-oss.
         fn with_biases(self) -> Self {
             let bias = |seed, len| CpuVector::new(&numbers(seed, len));
             let biases = |at: u32| (bias(2 * at + 500, 2 * SIZE), bias(2 * at + 501, HIDDEN));

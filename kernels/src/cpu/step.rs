@@ -11,14 +11,14 @@ use crate::{
 /// Part of a step that belongs to one sequence: `tokens` at consecutive positions.
 #[derive(Clone, Copy, Debug)]
 pub struct StepSequence<'a> {
-    /// Position of the first of `tokens`; `blocks` holds the KV of all positions before it that
-    /// the windows of the KV groups contain.
+    /// Position of the first of `tokens`. `blocks` holds the KV of all earlier positions in the
+    /// windows of the KV groups.
     pub first_position: u32,
     /// At least one token. Ids must be below the vocabulary's size, or the embedding panics; the
     /// code that admits a sequence checks them.
     pub tokens: &'a [u32],
-    /// The sequence's block table from position 0 on. Entries beyond the last token's and behind
-    /// the windows are ignored.
+    /// The sequence's block table from position 0 on. Entries after the last token's block, and
+    /// entries behind the windows, are ignored.
     pub blocks: &'a [BlockId],
     /// Number of last tokens that yield logits: 0 within a prompt, 1 to sample, more to score or to
     /// verify draft tokens.
@@ -50,7 +50,7 @@ pub enum StepError {
 pub struct CpuStep {
     pub(crate) tokens: Vec<u32>,
     pub(crate) positions: Vec<u32>,
-    /// Index of the block of each row's position in each table of `tables`.
+    /// For each row: index, in each of `tables`, of the block with the row's position.
     row_blocks: Vec<usize>,
     pub(crate) sequences: Vec<SequenceRows>,
     /// For each KV group the block tables of all sequences, concatenated.
@@ -83,8 +83,8 @@ impl CpuStep {
         Self::of_heads(arena, 0..layout.kv_head_count, &groups, sequences)
     }
 
-    /// Creates a step of a model with these KV groups. A rank's step accesses some of the arena's
-    /// heads only. Otherwise as [`Self::new`], which has one group.
+    /// Creates a step as [`Self::new`] does, but of a model with these KV groups, and with access
+    /// to these heads of the arena only: a rank computes some of the heads.
     ///
     /// # Panics
     /// When the arena does not have these heads.
@@ -159,15 +159,15 @@ impl CpuStep {
         KvLayout { layer_count: self.places.len(), ..self.access.layout() }
     }
 
-    /// Returns a sequence's block table in the layer's KV group, and the index of the layer in its
-    /// blocks.
+    /// Returns a sequence's block table in the layer's KV group, and the index of the layer in
+    /// these blocks.
     pub(crate) fn table(&self, layer: usize, sequence: &SequenceRows) -> (&[HeldBlock], usize) {
         let (group, index) = self.places[layer];
         (&self.tables[group][sequence.table.clone()], index)
     }
 
     /// Returns the block of a row's position in the layer's KV group, and the index of the layer in
-    /// it.
+    /// this block.
     pub(crate) fn row_block(&self, layer: usize, row: usize) -> (HeldBlock, usize) {
         let (group, index) = self.places[layer];
         (self.tables[group][self.row_blocks[row]], index)

@@ -1,10 +1,10 @@
 //! KV groups: the layers of a model whose KV covers the same tokens of a sequence.
 //!
 //! All groups have the same number of layers, so a block has the same bytes in every group, and one
-//! pool holds the blocks of all groups. Otherwise the pool would be split between the groups in
-//! advance, for one length of sequences. A sequence's block table has one entry per group for every
-//! 16 tokens: entry `index · groups + group`. Behind the window of a group the entries are
-//! [`NO_BLOCK`].
+//! pool holds the blocks of all groups. With one pool for each group, memory would be divided in
+//! advance, for one sequence length. A sequence's block table has one entry per group for every 16
+//! tokens: entry `index · groups + group` is block `index` of a group. Entries behind the window of
+//! a group are [`NO_BLOCK`].
 
 use std::{
     cmp::Reverse, collections::BTreeMap, fmt, iter, num::NonZeroUsize, ops::Range, sync::Arc,
@@ -15,8 +15,8 @@ use super::{BLOCK_TOKENS, BlockId, KvLayout};
 /// Entry of a block table that has no block, because no later token attends to its tokens.
 pub const NO_BLOCK: BlockId = BlockId(u32::MAX);
 
-/// Maximum number of groups. A model with more keeps the KV of all tokens in all layers: small
-/// groups make long block tables.
+/// Maximum number of groups. A model that would have more gets one group without a window, because
+/// many small groups make long block tables.
 const GROUPS_MAX: usize = 16;
 
 /// Layers whose KV covers the same tokens.
@@ -28,8 +28,8 @@ struct KvGroup {
     window: Option<NonZeroUsize>,
 }
 
-/// The KV groups of a model: first those without a window, then those with shorter windows. At
-/// least one; all have the same number of layers.
+/// The KV groups of a model, at least one: groups without a window, then the others by decreasing
+/// window. All groups have the same number of layers.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct KvGroups(Arc<[KvGroup]>);
 
@@ -39,12 +39,12 @@ impl KvGroups {
         Self([KvGroup { layers: (0..layer_count).collect(), window: None }].into())
     }
 
-    /// Returns the groups of layers with these windows. Layers with the same window are split into
-    /// several groups if they are more than those with another window.
+    /// Returns the groups of layers with these windows. The number of layers of every group is the
+    /// greatest common divisor of the numbers of layers with the same window.
     pub fn of_windows(windows: &[Option<NonZeroUsize>]) -> Self {
         let mut layers: BTreeMap<_, Vec<usize>> = BTreeMap::new();
         for (layer, window) in windows.iter().enumerate() {
-            // With a window of one token a transfer might have no block.
+            // A window of one token counts as no window: otherwise a transfer might have no block.
             let window = window.filter(|window| window.get() > 1);
             let place = Reverse(window.map_or(usize::MAX, NonZeroUsize::get));
             layers.entry((place, window)).or_default().push(layer);
@@ -80,15 +80,15 @@ impl KvGroups {
         places
     }
 
-    /// Returns the index of the first block of a group that tokens from position `computed` on
-    /// attend to.
+    /// Returns the index of a group's first block to which a token at position `computed` or later
+    /// attends.
     pub fn first_needed(&self, group: usize, computed: usize) -> usize {
         let window = self.0[group].window.map_or(usize::MAX, NonZeroUsize::get);
         (computed + 1).saturating_sub(window) / BLOCK_TOKENS
     }
 
-    /// Returns the entries of a block table that tokens from position `computed` on attend to,
-    /// among the entries of the blocks `indices`.
+    /// Returns the entries of a block table to which a token at position `computed` or later
+    /// attends, among the entries of the blocks `indices` of every group.
     pub fn needed(&self, computed: usize, indices: Range<usize>) -> impl Iterator<Item = usize> {
         let first: Vec<_> = (0..self.count()).map(|it| self.first_needed(it, computed)).collect();
         let entries = indices.start * first.len()..indices.end * first.len();
@@ -105,8 +105,8 @@ impl KvGroups {
         entries / self.count() * BLOCK_TOKENS
     }
 
-    /// Returns the description that nodes compare during the handshake: those of the block layout
-    /// and, unless all layers keep the KV of all tokens, of the groups' windows and layers.
+    /// Returns the description that nodes compare during the handshake: the block layout and,
+    /// unless all layers keep the KV of all tokens, the groups' windows and layers.
     pub fn describe(&self, whole: KvLayout) -> String {
         format!("{}{self}", self.block_layout(whole))
     }
@@ -219,8 +219,8 @@ mod tests {
             prop_assert!(groups.describe(whole).len() <= 256);
         }
 
-        /// The needed entries hold exactly the tokens that a later token attends to, and a token
-        /// that is computed later needs no more of the earlier ones.
+        /// The needed entries are exactly those to which a later token attends. After one more
+        /// computed token, no other earlier entry is needed.
         #[test]
         fn needed_entries_cover_the_windows(
             tokens in prop::collection::vec(prop::sample::select(vec![0, 1, 16, 40]), 1..6),

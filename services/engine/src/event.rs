@@ -86,7 +86,7 @@ pub enum Input {
         id: SequenceId,
     },
     /// `Send`: the receiver's reservation arrived; the receiver has the blocks before number
-    /// `first_block`.
+    /// `first_block`. Blocks have the numbers of [`Action::Reserve`].
     TransferReady {
         id: SequenceId,
         first_block: u32,
@@ -112,13 +112,13 @@ pub enum Action {
     /// `cached_tokens` of the tokens were in the prefix cache; `local_prefill`: no prefill node is
     /// needed.
     Admitted { id: SequenceId, cached_tokens: u32, local_prefill: bool },
-    /// `Receive`: request the prompt's blocks from number `first_block` on from the prefill peer.
-    /// Only the blocks count that a decode step needs after the prompt: not those behind the window
-    /// of their KV group. `cached_tokens` of the prompt were in the prefix cache.
+    /// `Receive`: request blocks of the prompt from the prefill peer, from number `first_block` on.
+    /// Only blocks that the token after the prompt needs have numbers: blocks behind the window of
+    /// their KV group have none. `cached_tokens` of the tokens were in the prefix cache.
     Reserve { id: SequenceId, cached_tokens: u32, first_block: u32, blocks: Vec<BlockId> },
-    /// `Send`: the KV of the prompt's blocks from number `first_block` on, counted as by
-    /// [`Action::Reserve`], is written; the blocks are held and pinned. Each block is handed over
-    /// once, in order, without gaps.
+    /// `Send`: the KV of these blocks of the prompt is written, and the blocks are held and pinned.
+    /// The first of them has number `first_block`, as in [`Action::Reserve`]. Each block is handed
+    /// over once, in order, without gaps.
     KvWritten { id: SequenceId, first_block: u32, blocks: Vec<BlockId> },
     /// Tokens `first_index..`, each once, in order. `Receive` repeats token 0 as its first.
     /// `prompt_logprobs`: with the first tokens of a sequence with [`Sampling::prompt_logprobs`],

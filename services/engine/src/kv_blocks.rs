@@ -42,16 +42,18 @@ impl KvBlocks {
         self.groups.entries(tokens) as u32
     }
 
-    /// Returns the table entries among the first `blocks` of each group that a decode node needs
-    /// of a prompt of `len` tokens. Transfers number these blocks in this order.
+    /// Returns the table entries that a decode node needs of a prompt of `len` tokens, among the
+    /// first `blocks` blocks of each group. Transfers number the blocks in this order.
     pub(crate) fn sent(&self, len: usize, blocks: usize) -> impl Iterator<Item = usize> {
         self.groups.needed(len, 0..blocks)
     }
 
-    /// Holds and returns the table of the cached prefix of `tokens`, and the number of blocks that
-    /// the sequence needs beside it, if they could be allocated and `headroom` blocks would remain.
-    /// `rest` returns this number for a prefix of the given number of entries. Otherwise returns
-    /// the number of blocks that would have to be available.
+    /// Holds the cached prefix of `tokens`, if the rest of the sequence's blocks can be allocated
+    /// and `headroom` blocks remain. Returns the block table of the prefix and the number of blocks
+    /// of the rest. `rest` returns this number for a prefix of the given number of table entries.
+    ///
+    /// # Errors
+    /// The number of blocks that would have to be available.
     pub(crate) fn hold_prefix(
         &mut self,
         chain: &HashChain,
@@ -76,7 +78,7 @@ impl KvBlocks {
         let count = self.groups.count();
         for group in 0..count {
             let first = self.groups.first_needed(group, computed).min(table.len() / count);
-            // The entries before an entry without block have no block either.
+            // All entries before an entry without a block have no block either.
             for index in (0..first).rev() {
                 match mem::replace(&mut table[index * count + group], NO_BLOCK) {
                     NO_BLOCK => break,

@@ -3,7 +3,7 @@
 //! The key of a block is a 128-bit hash of its 16 tokens and of the previous block's key. The chain
 //! starts from model, weights, adapter and the tenant's salt, so equal tokens under other weights,
 //! another adapter or another tenant have different keys. A lookup compares the tokens as well.
-//! Each KV group has a block of its own under a key. A group with a window needs only the blocks
+//! Under one key each KV group has a block of its own. A group with a window needs only the blocks
 //! in the window before the end of a hit.
 //! [`crate::block_pool`] decides which block is evicted.
 
@@ -113,7 +113,7 @@ impl PrefixCache {
     ) -> Vec<BlockId> {
         let blocks_max = tokens.len().saturating_sub(1) / BLOCK_TOKENS;
         let (mut table, mut hit) = (Vec::new(), 0);
-        // For each group the index after the last block that is not cached.
+        // For each group: index of the first block from which on all searched blocks are cached.
         let mut begins = vec![0; groups.count()];
         let covers = |begins: &[usize], blocks: usize| {
             let needed = |group| groups.first_needed(group, blocks * BLOCK_TOKENS);

@@ -99,7 +99,7 @@ pub struct FreeText {
 }
 
 impl ToolCalls {
-    /// Returns the grammar for llguidance. `before_answer` begins an answer instead of calls.
+    /// Returns the grammar for llguidance. `before_answer`: text before an answer without calls.
     pub(crate) fn parsed_after(
         &self,
         before_answer: &str,

@@ -11,7 +11,7 @@
 //! Transfer at the prefill node (sender):
 //! 1. The node gives [`Command::Send`] when the router's `Prefill` call arrives. The receiver's
 //!    `RESERVE` may arrive before or after the command. [`Event::Ready`] says that both have
-//!    arrived. Without an `Send`, this side keeps a `RESERVE` while the receiver names it in
+//!    arrived. Without a `Send`, this side keeps a `RESERVE` while the receiver names it in
 //!    heartbeats, for at most [`ANSWER_TIMEOUT_MAX`](crate::config::ANSWER_TIMEOUT_MAX).
 //! 2. The node gives [`Command::Written`] for each computed range of blocks, in order. The node
 //!    keeps a reference on each of these blocks.

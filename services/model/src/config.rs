@@ -273,7 +273,7 @@ impl ModelConfig {
                 }
             }
         }
-        // The factor is part of the scale of scores, which the other elements of a head share.
+        // The factor is applied by the scale of scores, which includes elements without RoPE.
         match self.rotary_dim == self.head_dim {
             true => within(
                 "rope attention factor",

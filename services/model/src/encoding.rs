@@ -25,7 +25,7 @@ pub(crate) enum Encoding {
     /// Two FP4 numbers (e2m1) in a byte, the low half first, without the scales that groups of
     /// [`MXFP4_GROUP`] numbers share.
     Mxfp4,
-    /// A power of two (e8m0): the scale of a group.
+    /// A power of two (e8m0): the scale of a group of [`MXFP4_GROUP`] numbers.
     F8E8m0,
 }
 
@@ -149,7 +149,7 @@ impl Encoding {
     }
 }
 
-/// Returns the power of two that an e8m0 number is.
+/// Decodes an e8m0 number, which is a power of two or NaN.
 pub(crate) fn power(bits: u8) -> f32 {
     match bits {
         // The smallest power is a subnormal f32.

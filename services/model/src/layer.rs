@@ -51,8 +51,8 @@ pub struct ExpertSpec {
     /// Width of the intermediate layer of an expert.
     pub size: usize,
     pub choice: ExpertChoice,
-    /// Whether the router has a bias: a correction of the scores for the choice, or with
-    /// [`ExpertScore::BiasedSoftmax`](kernels::backend::ExpertScore) a bias of the logits.
+    /// Whether the router has a bias. It corrects the scores for the choice; with
+    /// [`ExpertScore::BiasedSoftmax`](kernels::backend::ExpertScore) it is added to the logits.
     pub has_bias: bool,
     /// Whether gate, up and down of each expert have biases.
     pub has_expert_biases: bool,
@@ -71,7 +71,7 @@ pub struct SharedExpertSpec {
 }
 
 impl ExpertSpec {
-    /// Describes experts without biases and shared expert.
+    /// Describes experts without biases and without a shared expert.
     pub(crate) fn new(count: usize, size: usize, choice: ExpertChoice) -> Self {
         Self {
             count,

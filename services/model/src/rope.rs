@@ -18,13 +18,14 @@ pub enum RopeScaling {
         high_frequency_factor: f32,
         original_context_tokens: f32,
     },
-    /// Frequencies of pairs with few rotations within the original context are divided by `factor`,
-    /// those with many are kept, and those between are interpolated by the index of their pair.
+    /// Frequencies of pairs with few rotations within the original context are divided by `factor`.
+    /// Frequencies of pairs with many rotations are kept, and those between are interpolated by the
+    /// index of the pair.
     Yarn {
         factor: f32,
-        /// Rotations within the original context from which on a pair is kept.
+        /// Minimum number of rotations within the original context at which a frequency is kept.
         fast_rotations: f32,
-        /// Rotations within the original context up to which a pair is divided by `factor`.
+        /// Maximum number of rotations at which a frequency is divided by the whole `factor`.
         slow_rotations: f32,
         original_context_tokens: f32,
         /// Whether the bounds of the interpolation are rounded to whole pairs.
@@ -117,7 +118,7 @@ pub(crate) enum RowOrder {
 }
 
 impl RowOrder {
-    /// Returns the number of rows in the file, of which `rows` belong to the matrix.
+    /// Returns the number of rows of the tensor in the file. `rows` of them belong to the matrix.
     pub(crate) fn stored_rows(self, rows: usize) -> usize {
         match self {
             RowOrder::Halves | RowOrder::Pairs { .. } => rows,

@@ -340,9 +340,9 @@ impl Weight {
         (rows.len(config), cols.len(config))
     }
 
-    /// Returns the part of the weight that a rank loads. The part has nothing of an expert that the
-    /// rank lacks. Of ranks with parts of an expert, whose outputs are added, only the first has the
-    /// bias of the output. The parts of the embedding and of the output have the same rows.
+    /// Returns the part of the weight that a rank loads. The part of an expert that the rank lacks
+    /// is empty. If ranks split an expert, their outputs are added, so only the first rank has the
+    /// bias of down. The parts of the embedding and of the output have the same rows.
     ///
     /// # Panics
     /// When the model cannot be sharded over these ranks; [`ModelConfig::check_shard`] rejects this

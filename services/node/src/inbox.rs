@@ -277,8 +277,8 @@ impl EngineInbox {
         })
     }
 
-    /// Waits until the node has no attempt. Does not wait for the semaphore: a waiter would take the
-    /// permits that are free, and a draining node accepts calls that move its sequences away.
+    /// Waits until the node has no attempt. Polls the number of permits: a waiter of the semaphore
+    /// would take the free permits, which the calls that move sequences away need.
     pub(crate) async fn idle(&self) {
         while self.attempt_count() > 0 {
             tokio::time::sleep(IDLE_CHECK).await;

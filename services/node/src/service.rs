@@ -172,7 +172,7 @@ impl node_server::Node for NodeService {
         &self,
         request: Request<v1::DecodeRequest>,
     ) -> Result<Response<Self::DecodeStream>, Status> {
-        // The engine thread decides about a `Prefill` of a sequence that leaves this node.
+        // `Prefill` has no such check: the engine thread accepts calls that move a sequence away.
         if self.draining.is_cancelled() {
             return Err(Refusal::Draining.into());
         }

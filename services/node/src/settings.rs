@@ -113,7 +113,7 @@ pub(crate) fn block_count_set(
 }
 
 /// Returns the layout of a block on CPUs: the layers of one KV group. On GPUs a block has all
-/// layers, because their kernels read one block table.
+/// layers, because the kernels read one block table.
 pub(crate) fn cpu_layout(model: &ModelConfig, weights: WeightFormat) -> KvLayout {
     model.kv_groups().block_layout(model.kv_layout(weights.kv_dtype()))
 }

@@ -179,9 +179,9 @@ struct FlowState<Id> {
 struct Queued<Id> {
     id: Id,
     session_place: SessionPlace,
-    /// When half of the time until the request must start has passed. From then on, later turns of
-    /// sessions no longer come first, because the wait that was predicted at the arrival excludes
-    /// turns that arrive later. `None`: the request is never rejected.
+    /// When half of the time until the request must start has passed. From then on, requests that
+    /// arrive later no longer come first by priority or session: the wait that was predicted at the
+    /// arrival excludes them. `None`: the request is never rejected.
     urgent_at: Option<Instant>,
     cost: f64,
     /// Why the turn of the request has passed, until [`FairQueue::retry_passed`].

@@ -74,7 +74,8 @@ pub use spec::{AnswerSpec, RecoveryPolicy, RequestSession, StopCause, sampling_v
 /// one or two steps of a busy node; a shorter time follows from a predicted end of a node's queue.
 const RETRY_AFTER: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(25));
 /// Interval at which an attempt checks whether its decode node drains: short compared with any
-/// grace period. Attempts check at different times, so that they do not all move at once.
+/// grace period. Attempts check at different times, so that they do not all move at once. An answer
+/// that ends within this time does not move.
 const DRAIN_CHECK: Duration = Duration::from_millis(500);
 /// Minimum number of decoded tokens for predicting the rest of the answer from an attempt's
 /// inter-token latency.
@@ -225,9 +226,10 @@ impl RequestCore {
     }
 
     /// Returns whether the sequence moves with its KV from the draining node of the last attempt.
-    /// The owner keeps the Decode call of that attempt, unread, until the node accepts the next
-    /// attempt's Prefill call, or that attempt begins without one, drops it
-    /// ([`RequestOutput::DropPrefillCall`]), or ends.
+    /// The owner keeps the Decode call of the last attempt open, and does not read it, until the
+    /// node accepts the Prefill call of the next attempt. If the next attempt begins without this
+    /// Prefill call, drops it ([`RequestOutput::DropPrefillCall`]), or ends, the owner drops the
+    /// Decode call then.
     pub fn moves(&self) -> bool {
         self.moves_from.is_some()
     }
@@ -538,9 +540,10 @@ impl RequestCore {
     }
 
     /// Handles a drain of the decode node, if another node can take the request. An answer that
-    /// does not end soon moves with its KV. If the node cannot send KV, an answer that would not
-    /// end in the grace period migrates: answers of one node at different times in the first half
-    /// of the grace period, so that the other nodes do not recompute all of them at once.
+    /// does not end within [`DRAIN_CHECK`] moves with its KV. If the node cannot send the KV, an
+    /// answer that would not end in the grace period migrates, and another node recomputes its KV.
+    /// Answers migrate at different times in the first half of the grace period, so that the other
+    /// nodes do not recompute all of them at once.
     pub fn handle_drain_check(&mut self, now: Instant, drain: Option<Drain>) {
         let tokens_left = self.spec.sampling.max_tokens - self.emitted.next_index();
         let is_complete = self.is_complete();

@@ -17,12 +17,13 @@ const STREAMS: u32 = 32;
 /// Hosts of the decode nodes. Host 0 is a prefill node.
 const DRAINING: usize = 1;
 const OTHER: usize = 2;
-/// The streams began before, and move between 500 ms and 1 s after their first tokens.
+/// All streams begin before this time. They move 500 ms to 1 s after their first tokens.
 const DRAIN_AT: Duration = Duration::from_millis(500);
-/// Longer than the rest of the streams.
+/// Longer than the streams take after [`DRAIN_AT`].
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Runs streams of 130 tokens on two decode nodes, one of which drains. `fault`: another fault.
+/// Runs streams of 130 tokens on two decode nodes, one of which drains. `fault`: a fault besides
+/// the drain.
 fn run(seed: u64, roles: Roles, fault: Option<(Duration, Fault)>) -> Outcome {
     let selection =
         Selection { disaggregate: Disaggregate::Auto, roles, policy: NodePolicy::Predicted };

@@ -390,8 +390,8 @@ fn models(random: &mut Random, seed: u64) -> Vec<ModelPlan> {
     (0..count).map(model).collect()
 }
 
-/// Returns the KV groups of a model: for half of the seeds one group without a window. They are
-/// drawn apart, so that the seeds keep their other draws.
+/// Returns the KV groups of a model: for half of the seeds one group without a window. `seed` is
+/// for the groups alone, so that they do not change the other random numbers of a scenario.
 fn kv_groups(seed: u64) -> KvGroups {
     let mut random = Random::new(seed);
     let list = random.below(6);

@@ -27,7 +27,7 @@ pub struct ReasoningFormat {
     pub open: &'static str,
     /// Tag that ends the reasoning.
     pub close: &'static str,
-    /// Text that begins an answer which is not a call.
+    /// Text before an answer that is not a tool call.
     pub before_answer: &'static str,
     /// Text of the chat templates of models that reason in this format.
     in_template: &'static str,
@@ -148,7 +148,7 @@ impl ReasoningParser {
         })
     }
 
-    /// Returns whether the next text may begin reasoning, and is no reasoning so far.
+    /// Returns whether the next text may begin reasoning.
     pub fn is_undecided(&self) -> bool {
         match &self.0 {
             FormatParser::Tags(parser) => parser.is_undecided(),
@@ -197,8 +197,8 @@ impl ReasoningParser {
     }
 }
 
-/// Returns the length of the longest end of `text` that is a beginning of `tag`, but not the whole
-/// tag.
+/// Returns the length in bytes of the longest suffix of `text` that is a prefix of `tag`, but not
+/// the whole tag.
 fn partial_tag(text: &str, tag: &str) -> usize {
     let lengths = tag.char_indices().map(|(length, _)| length);
     lengths.filter(|&length| text.ends_with(&tag[..length])).max().unwrap_or(0)

@@ -123,8 +123,8 @@ impl TileMemory {
         (self.head_count, self.first_position, self.window) = (head_count, first_position, window);
     }
 
-    /// Counts the sink of each query head of a row in the softmax of its queries, before the first
-    /// block.
+    /// Adds the sink of each query head to the softmax of the head's queries. Called before the
+    /// first block.
     pub(super) fn add_sinks(&mut self, sinks: &[f32]) {
         for (maximum, sink) in self.maxima.iter_mut().zip(sinks.iter().cycle()) {
             *maximum = *sink;

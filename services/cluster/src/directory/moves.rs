@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{Epoch, Role};
 
-/// A drain of the node that decodes a sequence, which another node can take.
+/// Drain of the node that decodes a sequence. Another node can take the sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Drain {
     /// Time until the node aborts its sequences; `None` without a limit.
@@ -42,7 +42,7 @@ impl Directory {
         }
         let since = now.saturating_duration_since(seen.reported_at);
         let grace = Duration::from_millis(seen.load.drain_ms).saturating_sub(since);
-        // The sequence would wait on a full node, and runs on this one.
+        // On a full node the sequence would wait, while on the draining node it still runs.
         let start = RequiredCapacity::Start { headroom: false };
         let has_room = capacity::retain_free(start, &mut decode, |_| true).is_ok();
         let sender = self.sender(seen.record.epoch, requirements).filter(|_| has_room);
@@ -55,8 +55,8 @@ impl Directory {
         })
     }
 
-    /// Returns the node process that decodes a sequence as the prefill node of its next attempt,
-    /// unless the node cannot send KV. The node may drain.
+    /// Returns the node process that decodes a sequence, as prefill node of the sequence's next
+    /// attempt; `None` if the node cannot send KV. A draining node is returned, too.
     pub(super) fn sender(
         &self,
         epoch: Epoch,

@@ -247,7 +247,7 @@ impl Scheduler {
         let headroom = self.headroom();
         let sequence = &self.sequences[id];
         let (tokens, groups) = (sequence.cacheable_tokens(), self.kv.groups.clone());
-        // A load from a tier writes the blocks in order, without gaps.
+        // With tiers all blocks are reserved: a load writes the blocks in order, without gaps.
         let is_received = sequence.kind == SequenceKind::Receive && self.tiers.is_none();
         let len = sequence.tokens.len();
         let rest = move |cached: usize| match is_received
@@ -285,7 +285,7 @@ impl Scheduler {
             let cached = computed / BLOCK_TOKENS;
             let first_block = self.kv.sent(len, cached).count();
             let sent = self.kv.sent(len, len.div_ceil(BLOCK_TOKENS)).count();
-            // Blocks that were reserved for a load, and that nothing will write.
+            // These blocks were reserved for a load; the transfer does not write them.
             let surplus = rest.split_off(sent - first_block);
             self.kv.cancel_reservation(&surplus, id);
             self.kv.release_behind(&mut prefix, len);
@@ -418,8 +418,8 @@ impl Scheduler {
     }
 }
 
-/// Returns whether a node that decodes a prompt of `len` tokens computes the rest of the prompt
-/// after `cached` table entries itself: the rest is less than a block.
+/// Returns whether a decode node prefills the rest of a prompt itself, because the rest is less
+/// than a block. `len`: tokens of the prompt. `cached`: table entries of its cached prefix.
 fn is_prefilled_here(len: usize, groups: &KvGroups, cached: usize) -> bool {
     len - groups.tokens(cached) < BLOCK_TOKENS
 }

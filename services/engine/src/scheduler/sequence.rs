@@ -94,7 +94,7 @@ pub(super) enum SequencePhase {
     Running(Row),
 }
 
-/// The blocks of a sequence, in order of their tokens, and how many tokens' KV they hold.
+/// The block table of a sequence, and the number of tokens whose KV it holds.
 #[derive(Debug)]
 pub(super) struct SequenceBlocks {
     pub(super) blocks: Vec<BlockId>,
@@ -360,8 +360,8 @@ impl Sequence {
         }
     }
 
-    /// Stores the number of cached tokens at the first admission, tokens of earlier attempts
-    /// included.
+    /// Stores the number of cached tokens at the first admission. Tokens that earlier attempts
+    /// generated count, too.
     pub(super) fn set_cached(&mut self, tokens: usize) {
         self.cached_tokens.get_or_insert(tokens as u32);
     }

@@ -19,7 +19,8 @@ pub(super) struct SequenceTransfers {
 #[derive(Debug)]
 struct SequenceTransfer {
     is_incoming: bool,
-    /// Outgoing: number of the first block of the prompt that the receiver wants.
+    /// Outgoing: number of the first block that the receiver wants, among the blocks that
+    /// [`KvBlocks::sent`] returns.
     first_block: u32,
     /// Incoming: the reserved blocks. Outgoing: the blocks from `first_block` on that were handed
     /// over; the list only grows, so no block is handed over twice.
@@ -64,9 +65,9 @@ impl SequenceTransfers {
         }
     }
 
-    /// Hands over those blocks of `table` that the receiver wants and that were not handed over
-    /// before. `written` are the entries of the prompt's sent blocks, up to the last one that is
-    /// written. Returns the number of the first block, and the blocks.
+    /// Hands over the written blocks of `table` that the receiver wants and that were not handed
+    /// over before. `written`: entries of all blocks to send whose KV is written, in order. Returns
+    /// the number of the first block, and the blocks.
     pub(super) fn hand_over(
         &mut self,
         id: SequenceId,

@@ -19,7 +19,7 @@ use crate::{
 
 /// The type of blocks and scales in files.
 const BYTES: &str = "U8";
-/// Bytes of scales that are checked together.
+/// Bytes of scales that are read and checked at a time.
 const PIECE_BYTES: usize = 256 << 10;
 
 /// Matrices or biases of one projection of all experts of a layer.
@@ -30,13 +30,13 @@ pub(super) struct Stack {
     expert: usize,
     part: ExpertWeight,
     order: RowOrder,
-    /// Sizes of the matrix of an expert in the file.
+    /// Rows and columns of an expert's matrix in the file. Gate and up are one matrix there.
     rows: usize,
     cols: usize,
 }
 
 impl StoredWeights {
-    /// Returns the stack that has a weight; `None`: a tensor of its own has the weight.
+    /// Returns the stack that contains a weight; `None` if the weight has a tensor of its own.
     pub(super) fn stack_of(&self, weight: Weight, config: &ModelConfig) -> Option<Stack> {
         let Weight::Layer(layer, weight) = weight else { return None };
         let (expert, part, is_bias) = match weight {
@@ -83,8 +83,9 @@ impl StoredWeights {
         Ok(StoredTensor { path, name, offset, dims, encoding, bytes, order, scales })
     }
 
-    /// Returns the tensors of the stack that begins with a weight, or none for another weight of a
-    /// stack; `None`: a tensor of its own has the weight. Stacks were checked.
+    /// Returns the tensors of a stack for the first weight of the stack, and no tensors for its
+    /// other weights, so that a caller sees each tensor once. `None` if the weight has a tensor of
+    /// its own. The stacks must have been checked.
     pub(super) fn tensors_of_stack(
         &self,
         weight: Weight,
@@ -140,8 +141,8 @@ impl StoredWeights {
         names.map(|name| self.name_in_files(name)).collect()
     }
 
-    /// Returns the numbers and scales of all experts. The dimensions of the numbers are experts,
-    /// rows and the bytes of a row.
+    /// Returns the numbers and the scales of all experts. The dimensions of the numbers are
+    /// experts, rows, and bytes of a row.
     fn matrices(&self, stack: &Stack, count: usize) -> Result<[StoredTensor<'_>; 2], ModelError> {
         let groups = stack.cols.div_ceil(MXFP4_GROUP);
         let dims = |last: &[usize]| -> Vec<u64> {
@@ -162,7 +163,7 @@ impl StoredWeights {
         Ok([blocks, scales])
     }
 
-    /// Returns a tensor of bytes, which has this encoding.
+    /// Returns a tensor that the file declares as bytes, and whose bytes have this encoding.
     fn bytes_tensor(
         &self,
         stack: &Stack,

@@ -74,8 +74,8 @@ pub(crate) struct StoredTensor<'a> {
     pub encoding: Encoding,
     pub bytes: TensorBytes<'a>,
     pub order: RowOrder,
-    /// With [`Encoding::F8E4m3`], once [`StoredWeights::read_scales`] has found them, and with
-    /// [`Encoding::Mxfp4`].
+    /// Scales of [`Encoding::Mxfp4`], and of [`Encoding::F8E4m3`] after
+    /// [`StoredWeights::read_scales`] has found them.
     pub scales: Option<Scales<'a>>,
 }
 

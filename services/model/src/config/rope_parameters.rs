@@ -80,7 +80,7 @@ impl Rope {
         let scaling = match kind.as_str() {
             "default" => RopeScaling::None,
             "linear" => RopeScaling::Linear { factor: parameters.require("factor")? },
-            // Changes frequencies beyond `max_position_embeddings` only, where sequences end.
+            // Changes frequencies only beyond `max_position_embeddings`, the maximum length.
             "dynamic" => parameters.require::<f32>("factor").map(|_| RopeScaling::None)?,
             "yarn" => return rope.with_yarn(&parameters, original_tokens()?),
             "longrope" => return rope.with_longrope(&parameters, original_tokens()?),
@@ -105,11 +105,11 @@ impl Rope {
         }
     }
 
-    /// Adds YaRN scaling, given the context of the training before it.
+    /// Adds YaRN scaling. `original`: context of the training without scaling, in tokens.
     fn with_yarn(self, parameters: &Fields<'_>, original: f32) -> Result<Self, ModelError> {
-        /// Rotations within the original context from which a pair is not scaled, and up to which a
-        /// pair is scaled in full.
+        /// Default of [`RopeScaling::Yarn::fast_rotations`].
         const FAST_DEFAULT: f32 = 32.0;
+        /// Default of [`RopeScaling::Yarn::slow_rotations`].
         const SLOW_DEFAULT: f32 = 1.0;
         let stated = self.context_tokens as f32 / original;
         let factor = parameters.get("factor")?.unwrap_or(stated);
@@ -144,8 +144,9 @@ impl Rope {
         })
     }
 
-    /// Adds LongRoPE scaling, given the context of the training before it. All sequences have the
-    /// frequencies of the model's longest one, because KV must not depend on a later length.
+    /// Adds LongRoPE scaling. `original`: context of the training without scaling, in tokens. All
+    /// sequences have the frequencies of the longest sequence, because KV must not depend on later
+    /// tokens.
     fn with_longrope(self, parameters: &Fields<'_>, original: f32) -> Result<Self, ModelError> {
         let stated = self.context_tokens as f32 / original;
         let factor = parameters.get("factor")?.unwrap_or(stated);

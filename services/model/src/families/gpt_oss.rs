@@ -41,7 +41,7 @@ pub(super) static FAMILY: Family = Family {
         ..LayerSpec::LLAMA
     },
     layers: |fields, layer, layer_count| {
-        // Without the key, transformers scales RoPE as in the published models.
+        // Without either key, transformers scales RoPE as in the published models; refuse that.
         if fields.get::<Value>("rope_parameters")?.is_none() {
             fields.require::<Value>("rope_scaling")?;
         }

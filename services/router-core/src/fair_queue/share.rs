@@ -7,7 +7,7 @@ use super::{ACTIVE_FOR, CREDIT_REQUESTS, FairQueue, FlowName, FlowState, predict
 
 impl<Id: Copy + Eq + Hash> FairQueue<Id> {
     /// Returns whether another active flow has a lower virtual time, so this flow was served more
-    /// than its share. A flow without requests is active for [`ACTIVE_FOR`].
+    /// than its share. A flow stays active for [`ACTIVE_FOR`] after its last request.
     pub fn is_over_share(&self, now: Instant, name: &FlowName) -> bool {
         let Some(flow) = self.flows.get(name).filter(|flow| flow.started > 0) else { return false };
         let waiting = self.waiting_virtual_time();

@@ -199,7 +199,8 @@ impl AttemptFailure {
         Self { side, cause: FailureCause::Lost, message }
     }
 
-    /// Returns the failure of an attempt whose decode node drains, and whose answer needs this time.
+    /// Returns the failure of an attempt whose decode node drains. `needed`: predicted time until
+    /// the answer ends.
     pub fn migrated(needed: Duration) -> Self {
         let seconds = needed.as_secs_f64();
         let message = format!("the node drains, and the answer may take {seconds:.1} s");

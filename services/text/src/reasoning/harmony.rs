@@ -3,9 +3,9 @@
 //! `<|start|>assistant<|channel|>final<|message|>CONTENT<|return|>` and
 //! `<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>`.
 //!
-//! Models also write headers that break the format. No answer is an error: text that cannot be a
-//! header is content, text after a channel whose header does not end is a message of this channel,
-//! and the message of an unknown channel is content.
+//! Models also write malformed headers, which are no errors. Text that cannot belong to a header is
+//! content. If a header names a known channel and does not end, the text after the channel is a
+//! message of this channel. A message of an unknown channel is content.
 
 use super::{ReasoningFormat, ReasoningStart, ReasoningSyntax, SplitText, partial_tag};
 
@@ -30,7 +30,7 @@ const CHANNELS: [(&str, MessageKind); 3] = [
 /// Role of the messages in an answer.
 const ROLE: &str = "assistant";
 
-/// Text before the function or tool that a message is for.
+/// Text before the recipient of a message: a function or a tool.
 const RECIPIENT: &str = "to=";
 
 /// Types of a message's content.
@@ -56,7 +56,7 @@ pub(super) const FORMAT: ReasoningFormat = ReasoningFormat {
 #[derive(Clone, Debug)]
 pub(super) struct MessageParser {
     place: Place,
-    /// The beginning of a tag.
+    /// Text that is held back, because it may be the beginning of a tag.
     held: String,
     /// Whether an earlier message has reasoning.
     has_reasoning: bool,
@@ -82,7 +82,7 @@ enum MessageKind {
 /// Header of a message so far.
 #[derive(Clone, Debug, Default)]
 struct Header {
-    /// Whether it may begin with any role.
+    /// Whether the header may begin with any role, because `<|start|>` came before it.
     takes_role: bool,
     /// Text before the channel: a role and a recipient.
     before: String,
@@ -169,7 +169,7 @@ impl MessageParser {
         });
     }
 
-    /// Ends a header without the tag of a message: what is no header is the message.
+    /// Ends a header that has no `<|message|>`. Text outside the header begins the message.
     fn end_header(&mut self, out: &mut Vec<SplitText>) {
         if let Place::Header(header) = &self.place {
             let (kind, text) = header.message_within();
@@ -188,7 +188,7 @@ impl MessageParser {
         self.has_text = false;
     }
 
-    /// Emits text of the current message. Messages of one kind are separate lines.
+    /// Emits text of the current message. A line end separates messages of one kind.
     fn emit(&mut self, kind: MessageKind, text: &str, out: &mut Vec<SplitText>) {
         if text.is_empty() {
             return;
@@ -230,12 +230,13 @@ impl Header {
         length <= HEADER_BYTES_MAX && self.words().all(may_begin)
     }
 
-    /// Returns the words before the channel, except a role that may be any.
+    /// Returns the words before the channel, without the first word if it may be any role.
     fn words(&self) -> impl Iterator<Item = &str> {
         self.before.split_whitespace().skip(usize::from(self.takes_role))
     }
 
-    /// Returns the kind of the message whose tag ends the header, and text before the message.
+    /// Ends the header at `<|message|>`. Returns the kind of the message, and the text to emit
+    /// before the message: for a call the header in the usual form.
     fn message(&self) -> (MessageKind, String) {
         if let Some(recipient) = self.recipient() {
             let call = format!("{CHANNEL}commentary to={recipient} {CONSTRAIN}json{MESSAGE}");
@@ -246,7 +247,8 @@ impl Header {
         (known.map_or(MessageKind::Content, |(_, kind)| *kind), String::new())
     }
 
-    /// Returns the kind and the beginning of a message without its tag: what is not a header.
+    /// Ends the header without `<|message|>`. Returns the kind of the message, and the text after
+    /// the header, which begins the message.
     fn message_within(&self) -> (MessageKind, String) {
         let Some(channel) = &self.channel else {
             let text = if self.words().all(is_detail) { "" } else { &self.before };
@@ -264,7 +266,7 @@ impl Header {
         }
     }
 
-    /// Returns the function or tool that the message is for.
+    /// Returns the recipient of the message: a function or a tool.
     fn recipient(&self) -> Option<&str> {
         let parts = [self.channel.as_deref().unwrap_or_default(), &self.before];
         let after = parts.iter().find_map(|part| Some(part.split_once(RECIPIENT)?.1));

@@ -101,11 +101,12 @@ pub(super) fn normalise(
     Ok(Value::Array(normalised.collect::<Result<_, _>>()?))
 }
 
-/// Form of `thinking`, the reasoning of an earlier answer.
+/// Content of `thinking`, the field with the reasoning of an earlier answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ThinkingForm {
     BesideContent,
-    /// The template takes content beside calls for reasoning, and refuses both.
+    /// Beside calls the template accepts reasoning or content, not both, and renders either as
+    /// reasoning. So `thinking` gets both.
     InsteadOfContent,
 }
 

@@ -1,5 +1,5 @@
-//! `<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}`. The parser of messages
-//! brings other headers of calls into this form.
+//! `<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}`. The parser in
+//! `reasoning/harmony.rs` rewrites other headers of calls to this form.
 
 use super::{PLAIN, ToolFormat, ToolSyntax, named::NamedBody};
 

@@ -105,8 +105,8 @@ impl PairsTile {
         self.visible.resize(query_count, 0);
     }
 
-    /// Counts the sink of each query head of a row in the merged softmax of its queries, before the
-    /// first segment. Maxima are scores before the factor `scale`.
+    /// Adds the sink of each query head to the merged softmax of the head's queries. Called before
+    /// the first segment. Maxima are scores before the multiplication by `scale`.
     pub(super) fn add_sinks(&mut self, sinks: &[f32], scale: f32) {
         let merged = self.merged.chunks_exact_mut(sums_len(self.dim)).take(self.query_count);
         for (merged, sink) in merged.zip(sinks.iter().cycle()) {

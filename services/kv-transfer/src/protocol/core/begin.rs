@@ -92,7 +92,7 @@ impl Core {
         debug_assert!(self.transfers.len() <= self.context.local.limits.transfers_max);
     }
 
-    /// Returns whether the peer of an `Send` has sent its `RESERVE` before, or has aborted the
+    /// Returns whether the peer of a `Send` has sent its `RESERVE` before, or has aborted the
     /// transfer since. Drops a `RESERVE` by a peer that the router did not name.
     pub(super) fn has_reserve(&mut self, id: TransferId, address: &PeerAddress) -> bool {
         let Some(outgoing) = self.transfers.get(&id).filter(|known| !known.is_begun) else {
