@@ -131,7 +131,11 @@ impl ThinkingForm {
                 && let Some(Value::String(content)) = fields.get_mut("content")
                 && !content.is_empty()
             {
-                thinking = format!("{thinking}\n{}", std::mem::take(content));
+                let content = std::mem::take(content);
+                thinking = match thinking.is_empty() {
+                    true => content,
+                    false => format!("{thinking}\n{content}"),
+                };
             }
             fields.insert("thinking".to_owned(), thinking.into());
         }
