@@ -219,7 +219,6 @@ impl MessageParser {
 impl Header {
     /// Returns whether the text so far may belong to a header.
     fn may_be_header(&self) -> bool {
-        let length = self.before.len() + self.channel.as_ref().map_or(0, String::len);
         let may_begin = |word: &str| {
             let name = word.strip_prefix(ROLE).unwrap_or(word);
             ROLE.starts_with(word)
@@ -227,7 +226,12 @@ impl Header {
                 || RECIPIENT.starts_with(name)
                 || CONTENT_TYPES.iter().any(|known| known.starts_with(word))
         };
-        length <= HEADER_BYTES_MAX && self.words().all(may_begin)
+        self.length() <= HEADER_BYTES_MAX && self.words().all(may_begin)
+    }
+
+    /// Returns the bytes so far, without tags.
+    fn length(&self) -> usize {
+        self.before.len() + self.channel.as_ref().map_or(0, String::len)
     }
 
     /// Returns the words before the channel, without the first word if it may be any role.
@@ -248,10 +252,17 @@ impl Header {
     }
 
     /// Ends the header without `<|message|>`. Returns the kind of the message, and the text after
-    /// the header, which begins the message.
+    /// the header, which begins the message. A header that is too long is text as a whole, so that
+    /// nothing is lost.
     fn message_within(&self) -> (MessageKind, String) {
+        let fits = self.length() <= HEADER_BYTES_MAX;
         let Some(channel) = &self.channel else {
-            let text = if self.words().all(is_detail) { "" } else { &self.before };
+            let after_role = self.before.trim_start().strip_prefix(ROLE);
+            let (text, is_header) = match after_role.filter(|_| self.takes_role) {
+                Some(text) => (text.trim_start(), text.split_whitespace().all(is_detail)),
+                None => (self.before.as_str(), self.words().all(is_detail)),
+            };
+            let text = if fits && is_header { "" } else { text };
             return (MessageKind::Content, text.to_owned());
         };
         let name = channel.trim_start();
@@ -259,7 +270,9 @@ impl Header {
             CHANNELS.iter().find_map(|(known, kind)| Some((*kind, name.strip_prefix(known)?)));
         let is_cut = || CHANNELS.iter().any(|(channel, _)| channel.starts_with(name));
         match known {
-            Some((kind, rest)) if rest.split_whitespace().all(is_detail) => (kind, String::new()),
+            Some((kind, rest)) if fits && rest.split_whitespace().all(is_detail) => {
+                (kind, String::new())
+            }
             Some((kind, rest)) => (kind, rest.trim_start().to_owned()),
             None if is_cut() => (MessageKind::Content, String::new()),
             None => (MessageKind::Content, channel.clone()),
