@@ -31,6 +31,12 @@ const TEMPLATE: &str = r#"{%- if tools %}{{- '<tool_call>' + (tools | tojson) + 
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"#;
 
+/// Template in the style of gpt-oss.
+const HARMONY: &str = "{%- for message in messages %}
+        {%- if message.thinking %}{{ '<|channel|>analysis<|message|>' + message.thinking }}{%- endif %}
+        {{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
+    {%- endfor %}<|start|>assistant";
+
 const REASONING_TEXT_CALL: &str = "<think>Look it up.</think>I look.<tool_call>{\"name\": \"clock\", \"arguments\": {\"zone\": \"UTC\"}}</tool_call>";
 
 fn request(fields: Value) -> Value {
@@ -182,6 +188,30 @@ async fn events_build_the_response_that_is_sent_whole() {
     let done: Vec<Value> = done.map(|event| event["item"].clone()).collect();
     assert_eq!(json!(done), response["output"]);
     assert_eq!(cluster.client.get(&path_of(response)).await.json(), *response);
+}
+
+#[tokio::test]
+async fn reasoning_after_content_is_an_item_of_its_own() {
+    let messages =
+        [("analysis", "One."), ("commentary", "Wait."), ("analysis", "Two."), ("final", "Hi.")];
+    let answer = messages
+        .map(|(channel, text)| format!("<|channel|>{channel}<|message|>{text}"))
+        .join("<|end|><|start|>assistant");
+    let cluster = Cluster::start_with_template(HARMONY, &answer).await;
+    let body = request(json!({"max_output_tokens": 500}));
+    let whole = cluster.client.post(PATH, &body).await.json();
+    let items = whole["output"].as_array().unwrap().iter();
+    let items: Vec<Value> =
+        items.map(|item| json!([item["type"], item["content"][0]["text"]])).collect();
+    let expected = json!([
+        ["reasoning", "One."],
+        ["message", "Wait."],
+        ["reasoning", "\nTwo."],
+        ["message", "\nHi."],
+    ]);
+    assert_eq!(json!(items), expected, "{whole}");
+    let events = events(&cluster, body).await;
+    assert_eq!(comparable(&events.last().unwrap()["response"]), comparable(&whole));
 }
 
 #[tokio::test]

@@ -94,6 +94,10 @@ impl ResponseBuilder {
     fn append(&mut self, piece: AnswerPiece, report: &mut impl FnMut(ResponseChange<'_>)) {
         match piece {
             AnswerPiece::Reasoning(text) => {
+                // Harmony's reasoning may follow content or a call.
+                if !matches!(self.object.output.last(), Some(OutputItem::Reasoning { .. })) {
+                    self.close(ResponseStatus::Completed, report);
+                }
                 if !self.is_item_open {
                     let encrypted_content =
                         self.context.encrypts.then(|| REASONING_PREFIX.to_owned());
