@@ -139,22 +139,26 @@ impl ModelText {
     }
 }
 
-/// Returns whether the template renders a message with one tool call, but not with two. A
-/// conversation could not continue after an answer with two.
+/// Returns whether the template renders a message with one tool call, but refuses two calls or
+/// drops the second. A conversation could not continue after an answer with two.
 fn refuses_parallel_calls(template: &ChatTemplate) -> bool {
-    let renders = |count: usize| {
-        let ids = || (0..count).map(|index| format!("call{index:05}"));
-        let calls: Vec<Value> = ids()
-            .map(|id| {
-                json!({"id": id, "type": "function", "function": {"name": "f", "arguments": {}}})
+    let name = |index: usize| format!("function{index}");
+    let rendered = |count: usize| {
+        let id = |index: usize| format!("call{index:05}");
+        let calls: Vec<Value> = (0..count)
+            .map(|index| {
+                let function = json!({"name": name(index), "arguments": {}});
+                json!({"id": id(index), "type": "function", "function": function})
             })
             .collect();
         let mut messages = vec![
             json!({"role": "user", "content": "Hi"}),
             json!({"role": "assistant", "content": null, "tool_calls": calls}),
         ];
-        messages
-            .extend(ids().map(|id| json!({"role": "tool", "tool_call_id": id, "content": "1"})));
+        messages.extend(
+            (0..count)
+                .map(|index| json!({"role": "tool", "tool_call_id": id(index), "content": "1"})),
+        );
         let request = RenderRequest {
             messages: &Value::Array(messages),
             tools: &json!([{"type": "function", "function": {"name": "f", "description": "F",
@@ -164,7 +168,10 @@ fn refuses_parallel_calls(template: &ChatTemplate) -> bool {
             now: UNIX_EPOCH,
             literal: None,
         };
-        template.render(&request).is_ok()
+        template.render(&request).ok()
     };
-    renders(1) && !renders(2)
+    match (rendered(1), rendered(2)) {
+        (Some(one), Some(two)) => one.contains(&name(0)) && !two.contains(&name(1)),
+        (one, two) => one.is_some() && two.is_none(),
+    }
 }
