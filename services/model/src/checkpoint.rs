@@ -108,7 +108,7 @@ impl Checkpoint {
     /// [`LoadFormat::Dummy`] the configuration is enough: a `config.json`, a folder that holds one,
     /// or a GGUF file.
     ///
-    /// Opens files and reads headers. A backend reads the weights when it packs them.
+    /// Opens files, and reads headers and scales. A backend reads the weights when it packs them.
     pub fn open(path: impl AsRef<Path>, format: LoadFormat) -> Result<Self, ModelError> {
         let path = path.as_ref();
         let (config, weights) = match (Location::of(path)?, format) {

@@ -92,10 +92,10 @@ struct Rows<'a> {
 }
 
 impl<'a> Rows<'a> {
-    /// A vector is one row.
+    /// A vector is one row. An expert is one row of a tensor of all experts: hashes of the rows of
+    /// all experts would take more than a gigabyte in the largest models.
     fn of(tensor: &StoredTensor<'a>) -> Self {
-        let row_count =
-            tensor.dims.split_last().map_or(1, |(_, rows)| rows.iter().product::<u64>());
+        let row_count = if tensor.dims.len() > 1 { tensor.dims[0] } else { 1 };
         Self { bytes: tensor.bytes, row_count: row_count as usize }
     }
 
