@@ -387,7 +387,7 @@ impl StoredTensor<'_> {
         }
         match out.iter().position(|value| !value.is_finite()) {
             None => Ok(()),
-            Some(element) => Err(self.not_finite(element, out[element])),
+            Some(element) => Err(self.not_finite(self.order.stored_row(element), out[element])),
         }
     }
 
