@@ -141,8 +141,6 @@ fn load_weights(
     let cpu_layout = settings::cpu_layout(model, weights);
     let tp = config.node.tp;
     tensor_parallel::check(model, &config.node)?;
-    let kv_bytes = |layout: KvLayout, blocks: u32| u64::from(blocks) * layout.block_bytes() as u64;
-    let share = MemoryShare::of_node(config.node.nodes_per_container);
     let traits = |device| settings::node_traits(config, role, model, device);
     let (mut executor, arena, traits, cpus, cpu_fallback): (Box<dyn Executor>, _, _, _, _) = if tp
         > 1
@@ -160,9 +158,7 @@ fn load_weights(
         })?;
         let sizes = batch_sizes(&traits)?;
         if gpus.is_none() {
-            let blocks = settings::block_count(&config.node, cpu_layout)?;
-            let kv = kv_bytes(cpu_layout, blocks);
-            memory_limit::check(share, u64::from(tp) * traits.model.weights, kv)?;
+            checked_blocks(config, cpu_layout, u64::from(tp) * traits.model.weights)?;
         }
         let (executor, arena) =
             tensor_parallel::start(config, epoch, path, checkpoint, gpus, sizes)?;
@@ -179,8 +175,7 @@ fn load_weights(
             ChosenDevice::Cpu { fallback } => {
                 let traits = traits(NodeDevice::Cpu)?;
                 let sizes = batch_sizes(&traits)?;
-                let blocks = settings::block_count(&config.node, cpu_layout)?;
-                memory_limit::check(share, traits.model.weights, kv_bytes(cpu_layout, blocks))?;
+                let blocks = checked_blocks(config, cpu_layout, traits.model.weights)?;
                 let arena = KvArena::host(cpu_layout, blocks)?;
                 let threads = (threads, &cpus[..]);
                 let executor = device::start_cpu(config, checkpoint, threads, &arena, sizes, None)?;
@@ -226,6 +221,21 @@ fn load_weights(
         sampling_version: if is_gpu && tp > 1 { 0 } else { SAMPLING_VERSION },
     };
     Ok((loaded, executor))
+}
+
+/// Returns the number of KV blocks of a CPU node whose weights take `weights` bytes.
+///
+/// # Errors
+/// Weights and KV exceed the memory limit.
+fn checked_blocks(config: &Config, layout: KvLayout, weights: u64) -> Result<u32, NodeStartError> {
+    let blocks = settings::block_count(&config.node, layout)?;
+    let share = MemoryShare::of_node(config.node.nodes_per_container);
+    memory_limit::check(share, weights, kv_bytes(layout, blocks))?;
+    Ok(blocks)
+}
+
+fn kv_bytes(layout: KvLayout, blocks: u32) -> u64 {
+    u64::from(blocks) * layout.block_bytes() as u64
 }
 
 fn log_reasons(defaults: &Defaults) {
