@@ -62,6 +62,63 @@ pub(crate) fn write_tiny_config(folder: &Path, context_tokens: usize) -> Result<
     Ok(fs::write(folder.join("config.json"), config.to_string())?)
 }
 
+/// Tokens of gpt-oss that the tokenizer of [`write_gpt_oss`] has after SmolLM2's. The last two end
+/// an answer.
+pub(crate) const HARMONY: [&str; 7] = [
+    "<|channel|>",
+    "<|message|>",
+    "<|constrain|>",
+    "<|start|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+];
+/// Id of the first of [`HARMONY`].
+pub(crate) const HARMONY_FIRST: usize = 49_152;
+
+/// Writes config.json, tokenizer.json and tokenizer_config.json of a small gpt-oss with this chat
+/// template.
+pub(crate) fn write_gpt_oss(gguf: &Path, folder: &Path, template: &str) -> Result<()> {
+    let config = json!({
+        "model_type": "gpt_oss",
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 128,
+        "attention_bias": true,
+        "swiglu_limit": 7.0,
+        "vocab_size": HARMONY_FIRST + 8,
+        "max_position_embeddings": 8192,
+        "rope_theta": 150_000,
+        "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096, "truncate": false},
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": false,
+        "eos_token_id": [HARMONY_FIRST + 5, HARMONY_FIRST + 6],
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert":
+            ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]},
+    });
+    fs::write(folder.join("config.json"), config.to_string())?;
+    write_tokenizer(gguf, folder)?;
+    let path = folder.join("tokenizer.json");
+    let mut tokenizer: Value = serde_json::from_slice(&fs::read(&path)?)?;
+    let added = tokenizer["added_tokens"].as_array_mut().expect("it is a list");
+    for (index, content) in HARMONY.iter().enumerate() {
+        added.push(json!({"id": HARMONY_FIRST + index, "content": content, "single_word": false,
+            "lstrip": false, "rstrip": false, "normalized": false, "special": true}));
+    }
+    fs::write(path, tokenizer.to_string())?;
+    let config = json!({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|return|>",
+        "pad_token": "<|endoftext|>", "chat_template": template});
+    Ok(fs::write(folder.join("tokenizer_config.json"), config.to_string())?)
+}
+
 /// Writes SmolLM2's tokenizer.json and tokenizer_config.json: byte-level BPE that splits off
 /// digits.
 pub(crate) fn write_tokenizer(gguf: &Path, folder: &Path) -> Result<()> {

@@ -157,6 +157,62 @@ async fn dummy_weights_need_no_more_than_config_and_tokenizer() -> Result<()> {
     Ok(())
 }
 
+/// A small gpt-oss with random weights and the real model's chat template. Biases make the tokens
+/// likely that end its reasoning, and the grammar of the required call does the rest.
+#[tokio::test]
+async fn gpt_oss_calls_a_tool_after_its_reasoning() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let target = bin_dir();
+    let templates = target.parent().expect("it is a folder").join("tokenizers/llama.cpp/templates");
+    let template = std::fs::read_to_string(templates.join("openai-gpt-oss-120b.jinja"))
+        .context("deploy/fetch-tokenizers.sh fetches the templates")?;
+    folder::write_gpt_oss(&smollm2(), folder.path(), &template)?;
+    let spec = ClusterSpec {
+        model: folder.path().to_owned(),
+        load_format: "dummy",
+        ..ClusterSpec::smollm2()
+    };
+    let (cluster, client) = Cluster::start_with_client(spec.nodes(1, 1)).await?;
+    let mut bias = serde_json::Map::new();
+    for tag in ["<|channel|>", "<|start|>", "<|end|>"] {
+        let index = folder::HARMONY.iter().position(|it| *it == tag).expect("it is a tag");
+        bias.insert((folder::HARMONY_FIRST + index).to_string(), 10.into());
+    }
+    for word in ["analysis", "assistant"] {
+        let body = json!({"prompt": word, "add_special_tokens": false});
+        let answer = client.post("/tokenize", &body).await?.json();
+        bias.insert(answer["tokens"][0].to_string(), 10.into());
+    }
+    let parameters = json!({"type": "object", "properties": {"city": {"enum": ["Paris"]}},
+        "required": ["city"], "additionalProperties": false});
+    let function = json!({"name": "weather", "description": "Returns the weather.",
+        "parameters": parameters});
+    let tools = json!([{"type": "function", "function": function}]);
+    let question = json!({"role": "user", "content": "What is the weather in Paris?"});
+    let mut body = json!({"messages": [question], "tools": tools, "tool_choice": "required",
+        "parallel_tool_calls": false, "reasoning_effort": "low", "seed": 4, "temperature": 1,
+        "max_tokens": 4000, "logit_bias": bias});
+    let answer = client.post("/v1/chat/completions", &body).await?.json();
+    let (choice, message) = (&answer["choices"][0], &answer["choices"][0]["message"]);
+    assert_eq!(choice["finish_reason"], "tool_calls", "{answer}");
+    let call = &message["tool_calls"][0]["function"];
+    assert_eq!(call["name"], "weather", "{answer}");
+    let arguments: Value = serde_json::from_str(call["arguments"].as_str().unwrap_or_default())?;
+    assert_eq!(arguments, json!({"city": "Paris"}));
+    let reasoning = message["reasoning_content"].as_str().unwrap_or_default();
+    assert!(!reasoning.is_empty() && !message.to_string().contains("<|"), "{answer}");
+
+    // The next turn has the reasoning, the call and its result.
+    let id = &message["tool_calls"][0]["id"];
+    let result = json!({"role": "tool", "tool_call_id": id, "content": "Sunny."});
+    body["messages"] = json!([question, message, result]);
+    body["tool_choice"] = "none".into();
+    body["max_tokens"] = 1.into();
+    let next = client.post("/v1/chat/completions", &body).await?.json();
+    assert_eq!(next["usage"]["completion_tokens"], 1, "{next}");
+    cluster.stop()
+}
+
 #[tokio::test]
 async fn missing_tokenizer_file_is_reported() -> Result<()> {
     let folder = tempfile::tempdir()?;
