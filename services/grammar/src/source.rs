@@ -57,6 +57,8 @@ pub struct ReasoningTags {
     pub close: String,
     /// Text between the reasoning and output that is not a tool call.
     pub before_answer: String,
+    /// Tags that the reasoning does not contain before `close`.
+    pub never_within: Vec<String>,
 }
 
 impl ReasoningTags {
@@ -73,9 +75,19 @@ impl ReasoningTags {
             other => (other.parsed()?, self.before_answer.as_str()),
         };
         let answer = format!("{}@{ANSWER}", literal(before_answer));
-        let reasoning = regex_to_lark(&format!(r"{begin}(.|\n)*{close}"), "");
+        let any = r"(.|\n)*";
+        let reasoning = regex_to_lark(&format!("{begin}{any}{close}"), "");
+        let never: Vec<String> = self.never_within.iter().map(|tag| escape(tag)).collect();
+        let without = match never.is_empty() {
+            true => String::new(),
+            false => {
+                let with_tag = format!("{begin}{any}({}){any}{close}", never.join("|"));
+                format!(" & ~/{}/", regex_to_lark(&with_tag, ""))
+            }
+        };
         let lark = format!(
-            "start: {}\nREASONING: /{reasoning}/\nreasoning[lazy]: REASONING\nSPACE: /\\n{{1,2}}/\n",
+            "start: {}\nREASONING: /{reasoning}/{without}\nreasoning[lazy]: REASONING\n\
+             SPACE: /\\n{{1,2}}/\n",
             start.replace("ANSWER", &answer)
         );
         inner.grammars[0].name = Some(ANSWER.to_owned());
@@ -142,7 +154,7 @@ impl Grammar {
             Self::JsonSchema(_) | Self::Regex(_) | Self::ContextFree(_) => false,
             Self::ToolCalls(calls) => calls.writes(text),
             Self::AfterReasoning {
-                tags: ReasoningTags { open, close, before_answer },
+                tags: ReasoningTags { open, close, before_answer, .. },
                 grammar,
             } => {
                 let mut literals = open.iter().chain([close, before_answer]);

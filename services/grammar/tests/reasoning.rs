@@ -15,6 +15,7 @@ fn after_reasoning(open: Option<&str>, grammar: Grammar) -> Grammar {
         open: open.map(str::to_owned),
         close: "</think>".to_owned(),
         before_answer: String::new(),
+        never_within: vec![],
     };
     Grammar::AfterReasoning { tags, grammar: Box::new(grammar) }
 }
@@ -71,6 +72,7 @@ fn answers_and_calls_begin_after_the_reasoning_of_messages() {
         open: open.map(str::to_owned),
         close: CLOSE.to_owned(),
         before_answer: FINAL.to_owned(),
+        never_within: ["<|channel|>", "<|start|>", "<|end|>"].map(str::to_owned).to_vec(),
     };
     let after = |open, grammar: &Grammar| Grammar::AfterReasoning {
         tags: tags(open),
@@ -111,6 +113,13 @@ fn answers_and_calls_begin_after_the_reasoning_of_messages() {
             assert!(!accepts(&after(Some(OPEN), &grammar), answer), "{grammar:?} {answer}");
             let reasoned = format!("{OPEN}So.{CLOSE}{answer}");
             assert!(!accepts(&after(Some(OPEN), &grammar), &reasoned), "{grammar:?} {answer}");
+        }
+        // Clients would see the rest as content.
+        for end in [FINAL, "<|end|>", "<|end|><|channel|>", "<|start|>assistant"] {
+            let mut matcher = Compiler::for_bytes().compile(&after(None, &grammar)).unwrap();
+            let text = format!("So.{end} And");
+            let accepted = text.bytes().all(|byte| matcher.accept(u32::from(byte)).is_ok());
+            assert!(!accepted, "{grammar:?} {text}");
         }
     }
 }

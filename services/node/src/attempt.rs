@@ -217,8 +217,8 @@ fn checked_grammar(wire: v1::Grammar) -> Result<Grammar, Refusal> {
     };
     Ok(match wire.thought {
         None => grammar,
-        Some(v1::Thought { open, close, before_answer }) => Grammar::AfterReasoning {
-            tags: ReasoningTags { open, close, before_answer },
+        Some(v1::Thought { open, close, before_answer, never_within }) => Grammar::AfterReasoning {
+            tags: ReasoningTags { open, close, before_answer, never_within },
             grammar: Box::new(grammar),
         },
     })

@@ -262,6 +262,7 @@ mod tests {
             open: None,
             close: "</tool_call>".into(),
             before_answer: String::new(),
+            never_within: Vec::new(),
         };
         let grammar = Box::new(Grammar::json_object());
         assert_eq!(silent(&Grammar::AfterReasoning { tags, grammar }), [0, 1]);

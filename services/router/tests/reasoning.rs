@@ -125,6 +125,7 @@ async fn grammar_begins_after_the_reasoning() {
             open: open.map(str::to_owned),
             close: "</think>".to_owned(),
             before_answer: String::new(),
+            never_within: vec![],
         })
     };
     for (opening, thought) in
@@ -193,6 +194,7 @@ async fn calls_in_harmony_are_calls_beside_reasoning_and_content() {
         open: Some("<|channel|>analysis<|message|>".to_owned()),
         close: "<|end|><|start|>assistant".to_owned(),
         before_answer: "<|channel|>final<|message|>".to_owned(),
+        never_within: ["<|channel|>", "<|start|>", "<|end|>"].map(str::to_owned).to_vec(),
     });
     for extra in [
         json!({"tools": null, "response_format": {"type": "json_object"}}),

@@ -29,6 +29,8 @@ pub struct ReasoningFormat {
     pub close: &'static str,
     /// Text before an answer that is not a tool call.
     pub before_answer: &'static str,
+    /// Tags that reasoning before the output of a grammar does not contain, because they end it.
+    pub never_within: &'static [&'static str],
     /// Text of the chat templates of models that reason in this format.
     in_template: &'static str,
     /// Tags that may be special tokens.

@@ -69,11 +69,12 @@ impl ReasoningReading {
             ReasoningStart::Reasoning => None,
             ReasoningStart::Undecided => Some(self.format.open.to_owned()),
         };
-        let ReasoningFormat { close, before_answer, .. } = self.format;
+        let ReasoningFormat { close, before_answer, never_within, .. } = self.format;
         Some(ReasoningTags {
             open,
             close: (*close).to_owned(),
             before_answer: (*before_answer).to_owned(),
+            never_within: never_within.iter().map(|tag| (*tag).to_owned()).collect(),
         })
     }
 }

@@ -508,8 +508,11 @@ fn wire_grammar(grammar: Grammar) -> v1::Grammar {
         Grammar::Regex(text) => v1::grammar::Kind::Regex(text),
         Grammar::ContextFree(text) => v1::grammar::Kind::ContextFree(text),
         Grammar::ToolCalls(calls) => v1::grammar::Kind::ToolCalls(tool_calls(calls)),
-        Grammar::AfterReasoning { tags: ReasoningTags { open, close, before_answer }, grammar } => {
-            let thought = Some(v1::Thought { open, close, before_answer });
+        Grammar::AfterReasoning {
+            tags: ReasoningTags { open, close, before_answer, never_within },
+            grammar,
+        } => {
+            let thought = Some(v1::Thought { open, close, before_answer, never_within });
             return v1::Grammar { thought, ..wire_grammar(*grammar) };
         }
     };

@@ -45,6 +45,7 @@ pub(super) const FORMAT: ReasoningFormat = ReasoningFormat {
     open: "<|channel|>analysis<|message|>",
     close: "<|end|><|start|>assistant",
     before_answer: "<|channel|>final<|message|>",
+    never_within: &[CHANNEL, START, END],
     in_template: "<|channel|>analysis<|message|>",
     // The other tags end an answer, so they are not part of its text.
     tags: &[CHANNEL, MESSAGE, CONSTRAIN, START, END],

@@ -8,6 +8,7 @@ pub(super) const FORMAT: ReasoningFormat = ReasoningFormat {
     open: "[THINK]",
     close: "[/THINK]",
     before_answer: "",
+    never_within: &[],
     in_template: "[/THINK]",
     tags: &["[THINK]", "[/THINK]"],
     syntax: ReasoningSyntax::Tags,

@@ -8,6 +8,7 @@ pub(super) const FORMAT: ReasoningFormat = ReasoningFormat {
     open: "<seed:think>",
     close: "</seed:think>",
     before_answer: "",
+    never_within: &[],
     in_template: "</seed:think>",
     tags: &["<seed:think>", "</seed:think>"],
     syntax: ReasoningSyntax::Tags,

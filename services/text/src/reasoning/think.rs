@@ -8,6 +8,7 @@ pub(super) const FORMAT: ReasoningFormat = ReasoningFormat {
     open: "<think>",
     close: "</think>",
     before_answer: "",
+    never_within: &[],
     in_template: "</think>",
     tags: &["<think>", "</think>"],
     syntax: ReasoningSyntax::Tags,
