@@ -178,7 +178,7 @@ impl SlotTable {
     fn vacancy(&mut self, address: IpAddr) -> Vacancy {
         let oldest = |ids: &BTreeSet<u64>| *ids.first().expect("an address has a stranger");
         match self.strangers.get(&address) {
-            Some(ids) if self.are_all_of_address(ids) => return Vacancy::TakenFrom(oldest(ids)),
+            Some(ids) if self.fill_share(ids) => return Vacancy::TakenFrom(oldest(ids)),
             _ if self.ordinary_count < self.limits.ordinary_max => return Vacancy::Free,
             _ => {}
         }
@@ -257,19 +257,20 @@ impl SlotTable {
         }
     }
 
-    /// Returns whether these strangers are as many as one address may have.
-    fn are_all_of_address(&self, strangers: &BTreeSet<u64>) -> bool {
+    /// Returns whether these strangers of one address fill its share of the slots.
+    fn fill_share(&self, strangers: &BTreeSet<u64>) -> bool {
         strangers.len() >= (self.limits.ordinary_max / 2).max(1)
     }
 
     /// Moves a reserved connection to an ordinary slot, if one is free or has an idle member, and
     /// its address may have another stranger. Otherwise the connection closes after this request.
     fn begin_reserved_request(&mut self, id: u64, may_use_reserve: bool) -> AdmissionVerdict {
-        let is_stranger = self.class_of_new(self.is_authenticated(id)) == SlotClass::Stranger;
+        let class = self.class_of_new(self.is_authenticated(id));
         let of_address = self.strangers.get(&self.connections[&id].address);
-        let is_over_share = is_stranger && of_address.is_some_and(|it| self.are_all_of_address(it));
-        if is_over_share || self.ordinary_count >= self.limits.ordinary_max {
-            let idle = self.idle.first_key_value().filter(|_| !is_over_share);
+        let has_no_share =
+            class == SlotClass::Stranger && of_address.is_some_and(|it| self.fill_share(it));
+        if has_no_share || self.ordinary_count >= self.limits.ordinary_max {
+            let idle = self.idle.first_key_value().filter(|_| !has_no_share);
             let Some((_, idle)) = idle else {
                 self.close(id, ConnectionClose::Gracefully);
                 return if may_use_reserve {
@@ -280,7 +281,7 @@ impl SlotTable {
             };
             self.close(*idle, ConnectionClose::Gracefully);
         }
-        self.change_class(id, self.class_of_new(self.is_authenticated(id)));
+        self.change_class(id, class);
         AdmissionVerdict::Serve
     }
 

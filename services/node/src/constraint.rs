@@ -20,7 +20,8 @@ use crate::node_core::Refusal;
 
 /// Version of [`proto::v1::Grammar`] that nodes support, as announced in their records. Version 2
 /// has tool calls, version 3 context-free grammars, version 4 reasoning, and calls in sections or
-/// with parameters.
+/// with parameters, version 5 text between reasoning and answer, and tags that the reasoning does
+/// not contain.
 pub const GRAMMAR_VERSION: u32 = 5;
 
 /// Callback that receives the times of the compilation and of each token bitmask.
