@@ -66,6 +66,7 @@ fn main() -> ExitCode {
             gpu::attention::auto_selected_attention_matches_cpu,
             gpu::attention::sliding_window_masks_earlier_tokens,
             gpu::attention::attention_of_draft_tokens_matches_cpu,
+            gpu::attention::attention_sinks_match_cpu,
             gpu::attention::oversized_step_is_rejected_before_any_launch,
             gpu::clusters::prefill_and_decode_on_one_gpu_match_a_single_node,
             gpu::clusters::prefill_and_decode_on_two_gpus_match_by_every_transport,

@@ -433,8 +433,7 @@ pub trait Backend: Send + 'static {
     );
     /// Computes causal attention of every row over the KV blocks of its sequence. `out` is
     /// `[rows][query_width]`. `sinks` are the attention sinks: a logit for each query head, which
-    /// counts in the denominator of the softmax and has no value. Only a backend that admits models
-    /// with attention sinks accepts them.
+    /// counts in the denominator of the softmax and has no value.
     fn attention(
         &mut self,
         attention: LayerAttention,

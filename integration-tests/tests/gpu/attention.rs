@@ -31,6 +31,7 @@ struct Case {
     dtype: Dtype,
     window: Option<NonZeroUsize>,
     has_weights: bool,
+    has_sinks: bool,
 }
 
 /// Returns the attention output of the last layer. Row i of the step gets generated QKV row
@@ -62,7 +63,8 @@ fn attended<B: Bench>(
         };
         backend.store_kv(layer, case.shape, weights, qkv, step);
         let attention = LayerAttention { layer, heads: case.shape, scale, window: case.window };
-        backend.attention(attention, None, qkv, step, out);
+        let sinks = case.has_sinks.then_some(&inputs.sinks);
+        backend.attention(attention, sinks, qkv, step, out);
     }
     backend.get(&inputs.out, rows)
 }
@@ -72,6 +74,7 @@ struct Inputs<B: Backend> {
     bias: B::Vector,
     query_norm: B::Vector,
     key_norm: B::Vector,
+    sinks: B::Vector,
     qkv: B::Buffer,
     out: B::Buffer,
 }
@@ -85,9 +88,16 @@ fn make<B: Backend>(backend: &B, shape: HeadShape, rows: usize) -> Inputs<B> {
         bias: backend.vector(&numbers(11, shape.qkv_width())),
         query_norm: backend.vector(&numbers(12, shape.head_dim)),
         key_norm: backend.vector(&numbers(13, shape.head_dim)),
+        sinks: backend.vector(&sinks(shape.query_heads)),
         qkv: backend.buffer(rows, shape.qkv_width()),
         out: backend.buffer(rows, shape.query_width()),
     }
+}
+
+/// Returns sinks of about the size of the greatest score, and some far above and below.
+fn sinks(query_heads: usize) -> Vec<f32> {
+    let sinks = numbers(14, query_heads).into_iter().enumerate();
+    sinks.map(|(head, sink)| [sink * 3.0, 40.0, -60.0, 1.5][head % 4]).collect()
 }
 
 /// Fills an arena with values that differ between blocks and are equal in every arena.
@@ -203,8 +213,8 @@ fn check_drafts(
     let part_rows = |part: &SequenceRows| part.rows.max(verified) as usize;
     let rows: usize = parts.iter().map(part_rows).sum();
     let what = format!(
-        "{dtype} {}/{} of {}, window {:?}, {kind:?}, {parts:?}, {verified} rows each",
-        shape.query_heads, shape.kv_heads, shape.head_dim, case.window
+        "{dtype} {}/{} of {}, window {:?}, sinks {}, {kind:?}, {parts:?}, {verified} rows each",
+        shape.query_heads, shape.kv_heads, shape.head_dim, case.window, case.has_sinks
     );
     let (mut cuda, mut on_gpu) = gpu.backend(dtype, kind, |backend| make(backend, shape, rows));
     let (kv, remote) = gpu.kv(layout, BLOCKS);
@@ -273,6 +283,14 @@ fn shape(query_heads: usize, kv_heads: usize, head_dim: usize) -> HeadShape {
     HeadShape { query_heads, kv_heads, head_dim }
 }
 
+const CASE: Case = Case {
+    shape: HeadShape { query_heads: 6, kv_heads: 2, head_dim: 64 },
+    dtype: Dtype::Bf16,
+    window: None,
+    has_weights: false,
+    has_sinks: false,
+};
+
 /// Batches: one row, decode rows, prompts with a chunk after a prefix, and chunks with a decode
 /// row.
 const MIXES: [&[SequenceRows]; 4] = [
@@ -302,12 +320,8 @@ pub(crate) fn plain_attention_matches_cpu_for_every_group_and_head_dim() {
         for (group, dim) in
             [(1, 64), (2, 128), (3, 64), (4, 16), (5, 64), (6, 40), (7, 128), (8, 256)]
         {
-            let case = Case {
-                shape: shape(2 * group, 2, dim),
-                dtype,
-                window: None,
-                has_weights: group > 3,
-            };
+            let case =
+                Case { shape: shape(2 * group, 2, dim), dtype, has_weights: group > 3, ..CASE };
             check(&gpu, &case, AttentionKind::Plain, MIXES[1]);
             check(&gpu, &case, AttentionKind::Plain, MIXES[3]);
         }
@@ -321,12 +335,12 @@ pub(crate) fn auto_selected_attention_matches_cpu() {
     {
         for parts in MIXES {
             let shape = shape(query_heads, kv_heads, dim);
-            let case = Case { shape, dtype: Dtype::Bf16, window: None, has_weights: false };
+            let case = Case { shape, dtype: Dtype::Bf16, ..CASE };
             check(&gpu, &case, AttentionKind::Auto, parts);
         }
     }
     let shape = shape(9, 3, 64);
-    let case = Case { shape, dtype: Dtype::F32, window: None, has_weights: true };
+    let case = Case { shape, dtype: Dtype::F32, has_weights: true, ..CASE };
     check(&gpu, &case, AttentionKind::Auto, MIXES[2]);
 }
 
@@ -339,7 +353,7 @@ pub(crate) fn sliding_window_masks_earlier_tokens() {
     ] {
         for window in [1, 16, 33, 5000] {
             let window = NonZeroUsize::new(window);
-            let case = Case { shape: shape(6, 2, 64), dtype, window, has_weights: false };
+            let case = Case { shape: shape(6, 2, 64), dtype, window, ..CASE };
             check(&gpu, &case, kind, MIXES[1]);
             check(&gpu, &case, kind, MIXES[3]);
         }
@@ -373,7 +387,7 @@ pub(crate) fn attention_of_draft_tokens_matches_cpu() {
         for (verified, window) in [(2, 0), (3, 0), (5, 0), (9, 0), (5, 1), (9, 16), (5, 33)] {
             let window = NonZeroUsize::new(window);
             let shape = shape(query_heads, kv_heads, dim);
-            let case = Case { shape, dtype: Dtype::Bf16, window, has_weights: false };
+            let case = Case { shape, dtype: Dtype::Bf16, window, ..CASE };
             for parts in batches(verified) {
                 check_drafts(&gpu, &case, AttentionKind::Auto, &parts, verified);
             }
@@ -381,8 +395,41 @@ pub(crate) fn attention_of_draft_tokens_matches_cpu() {
     }
     for kind in [AttentionKind::Plain, AttentionKind::Flash] {
         let shape = shape(6, 2, 40);
-        let case = Case { shape, dtype: Dtype::Bf16, window: None, has_weights: true };
+        let case = Case { shape, dtype: Dtype::Bf16, has_weights: true, ..CASE };
         batches(9).iter().for_each(|parts| check_drafts(&gpu, &case, kind, parts, 9));
+    }
+}
+
+/// Tests sinks in every kernel: plain, decode attention with one and several CTAs per sequence,
+/// draft tokens, FA2, and FA3 for long prompts.
+pub(crate) fn attention_sinks_match_cpu() {
+    let gpu = gpu();
+    let case = |shape, window| {
+        let window = NonZeroUsize::new(window);
+        Case { shape, window, has_sinks: true, ..CASE }
+    };
+    let long: &[_] =
+        &[SequenceRows { position: 0, rows: 1100 }, SequenceRows { position: 40, rows: 600 }];
+    for (query_heads, kv_heads, dim) in [(64, 8, 64), (9, 3, 64), (14, 2, 128), (5, 5, 128)] {
+        for window in [0, 1, 33, 128] {
+            let case = case(shape(query_heads, kv_heads, dim), window);
+            for parts in MIXES.into_iter().chain([long]) {
+                check(&gpu, &case, AttentionKind::Auto, parts);
+            }
+            check(&gpu, &case, AttentionKind::Flash, MIXES[1]);
+            for verified in [2, 5, 9] {
+                let parts =
+                    DRAFTING.map(|part| SequenceRows { rows: part.rows.min(verified), ..part });
+                check_drafts(&gpu, &case, AttentionKind::Auto, &parts, verified);
+            }
+        }
+    }
+    for (dtype, kind) in [(Dtype::F32, AttentionKind::Auto), (Dtype::Bf16, AttentionKind::Plain)] {
+        for (group, dim) in [(8, 64), (3, 40), (1, 256)] {
+            let case = Case { dtype, ..case(shape(2 * group, 2, dim), 33) };
+            check(&gpu, &case, kind, MIXES[1]);
+            check(&gpu, &case, kind, MIXES[3]);
+        }
     }
 }
 

@@ -31,6 +31,7 @@ constexpr int kMaxColumns = 16;
 // With more than a few rows, a piece may exceed an equal share by one part in kPieceSlack.
 constexpr int kPieceSlack = 5;
 constexpr float kInf = __builtin_huge_valf();
+constexpr float kLog2E = 1.4426950408889634f;
 // Maximum of a column that has seen no token. Finite, so that a tile whose tokens are all masked yields no NaN.
 constexpr float kNone = -1e30f;
 
@@ -43,6 +44,7 @@ struct Params {
   const int32_t* page_indptr;
   const int32_t* kv_len;
   const int32_t* positions;
+  const float* sinks;  // null: none
   float* partial;
   int32_t* counters;
   int64_t q_stride, out_stride;
@@ -558,12 +560,18 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
     }
     __syncthreads();
     const int items = HEADS * columns * (HD / 4);
+    auto head_of = [&](int hg) {
+      return TILES == 0 ? done.group * HEADS * p.group + hg : done.group * p.group + hg % p.group;
+    };
     auto store = [&](int hg, int d, const Merge& acc) {
       const int token = TILES == 0 ? 0 : tokens_before(done.row) + hg / p.group;
       if (TILES > 0 && token >= p.tokens) return;  // the last part of a sequence may have fewer tokens
       const int64_t row = TILES == 0 ? done.row : (int64_t)sequence_of(done.row) * p.tokens + token;
-      const int head = TILES == 0 ? done.group * HEADS * p.group + hg : done.group * p.group + hg % p.group;
-      *reinterpret_cast<uint2*>(p.out + row * p.out_stride + (int64_t)head * HD + d) = acc.bf16x4();
+      *reinterpret_cast<uint2*>(p.out + row * p.out_stride + (int64_t)head_of(hg) * HD + d) = acc.bf16x4();
+    };
+    // The sink counts once: in the merge of all results of a (row, head).
+    auto add_sink = [&](Merge& acc, int hg) {
+      if (p.sinks) acc.add(p.sinks[head_of(hg)] * kLog2E, 1.f, make_float4(0.f, 0.f, 0.f, 0.f));
     };
     const int unit_end = done.unit_begin + done.unit_pages;
     const int b_first = has_pieces ? own->first_block : done.unit_begin / per_block;
@@ -576,6 +584,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
       int hg = it / (HD / 4), d = (it % (HD / 4)) * 4;
       int hs = hg / columns, j = hg - hs * columns;
       Merge acc;
+      if (b_first == b_last) add_sink(acc, hg);
 #pragma unroll
       for (int s = 0; s < SPLITS; ++s) {
         const float* src = merge + ((s * HEADS + hs) * columns + j) * ROW_F;
@@ -604,6 +613,11 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
         constexpr int B = TILES == 0 ? 8 : 4, U = TILES == 0 ? 1 : 3;
         for (int base = threadIdx.x; base < items; base += U * WARPS * 32) {
           Merge acc[U];
+#pragma unroll
+          for (int u = 0; u < U; ++u) {
+            const int it = base + u * WARPS * 32;
+            if (it < items) add_sink(acc[u], it / (HD / 4));
+          }
           for (int b = b_first; b <= b_last; b += B) {
             float2 ml[U][B];
             float4 ov[U][B];
@@ -774,6 +788,7 @@ BATON_API int32_t baton_decode_attention(const baton_decode_attention_args* args
     p.page_indptr = in.page_indptr;
     p.kv_len = in.kv_len;
     p.positions = in.positions;
+    p.sinks = in.sinks;
     p.partial = static_cast<float*>(in.partial);
     p.counters = in.counters;
     p.q_stride = in.q_stride;
@@ -786,7 +801,7 @@ BATON_API int32_t baton_decode_attention(const baton_decode_attention_args* args
     p.group = in.group;
     p.window = in.window;
     const int warps = variant == 81 || variant == kVerifyFew ? 8 : 4;
-    p.scale_log2 = in.scale * 1.4426950408889634f;
+    p.scale_log2 = in.scale * kLog2E;
     int32_t code = BATON_OK;
     auto start = [&](auto* kernel, int bytes) {
       if (bytes > device->shared_bytes) {

@@ -30,7 +30,7 @@
 #endif
 
 /* Increases with every incompatible change of this file. */
-#define BATON_ABI_VERSION 9
+#define BATON_ABI_VERSION 10
 
 /* Tokens per KV block. */
 #define BATON_BLOCK_TOKENS 16
@@ -414,18 +414,19 @@ BATON_API int32_t baton_attention_prepare(int32_t kind, const baton_attention_sh
 /* out[row][query_heads * head_dim] = attention of queries[row] (rows `query_stride` apart) over the blocks
  * of its sequence, causal: a sequence's last row sees kv_lengths tokens, the one before one less.
  * PLAIN reads row_sequences, row_positions, page_indptr, page_indices; rows of no sequence give zeros.
- * `rows` as in the batch. */
+ * `sinks` [query_heads] are attention sinks: logits that count in the denominators of the softmax and have no value
+ * (null: none). `rows` as in the batch. */
 BATON_API int32_t baton_attention_run(const baton_attention_plan *plan_host,
                                       const baton_attention_shape *shape,
                                       const baton_attention_workspace *workspace, const baton_kv *kv,
                                       int32_t layer, const void *queries, int64_t query_stride,
-                                      const baton_step *step, void *out, int32_t sequences, int32_t rows,
-                                      void *stream);
+                                      const baton_step *step, const float *sinks, void *out,
+                                      int32_t sequences, int32_t rows, void *stream);
 
 /* Baton's decode attention: one query token per row, bf16, any mix of lengths, no host plan. A captured launch follows
  * the lengths in device memory. With `tokens` above 1, every row has this many query tokens, which verify draft tokens:
  * query token t of row r is row r * tokens + t of `q` and `out`, and sees the first positions[r * tokens] + 1 + t tokens,
- * at most kv_len[r]. 160 bytes. */
+ * at most kv_len[r]. 168 bytes. */
 typedef struct {
   const void *q;    /* [rows][kv_heads * group][head_dim], rows q_stride apart */
   int64_t q_stride; /* at least kv_heads * group * head_dim, a multiple of 8 */
@@ -457,6 +458,7 @@ typedef struct {
   int32_t tokens;   /* query tokens a row; 0 and 1: one. rows * tokens is at most 1,024 above 1 */
   int32_t reserved;
   const int32_t *positions; /* [rows * tokens], of the query tokens; only read if tokens > 1 */
+  const float *sinks;       /* as in baton_attention_run */
 } baton_decode_attention_args;
 
 /* Returns the bytes of `partial` for this number of SMs (0: all of the current device); 0 when an argument is out of

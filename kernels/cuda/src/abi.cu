@@ -22,7 +22,7 @@ static_assert(sizeof(baton_sample_result) == 32 && sizeof(baton_attention_plan) 
 // The sum of their fields: the compiler adds none.
 static_assert(sizeof(baton_sample_args) == 7 * 8 + 4 * 4);
 static_assert(sizeof(baton_skinny_gemm_args) == 20 * 8 + 14 * 4);
-static_assert(sizeof(baton_decode_attention_args) == 15 * 8 + 10 * 4);
+static_assert(sizeof(baton_decode_attention_args) == 16 * 8 + 10 * 4);
 static_assert(sizeof(baton_group) == 96 && sizeof(baton_all_reduce_args) == 56 && sizeof(baton_gather_args) == 80);
 static_assert(sizeof(baton_route_args) == 13 * 8 + 12 * 4);
 static_assert(sizeof(baton_expert_gemm_args) == 12 * 8 + 10 * 4);

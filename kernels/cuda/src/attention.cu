@@ -20,6 +20,7 @@ struct PlainParameters {
   const int32_t* row_positions;
   const int32_t* page_indptr;
   const int32_t* page_indices;
+  const float* sinks;  // null: none
   int64_t block_elements;
   int64_t layer_offset;
   int64_t value_offset;
@@ -114,6 +115,10 @@ __global__ void __launch_bounds__(WARPS* WARP)
 
   float whole_maximum = maxima[0], whole_sum = 0.f;
   for (int w = 1; w < WARPS; ++w) whole_maximum = fmaxf(whole_maximum, maxima[w]);
+  if (in.sinks) {
+    whole_maximum = fmaxf(whole_maximum, in.sinks[head]);
+    whole_sum = expf(in.sinks[head] - whole_maximum);
+  }
   float factors[WARPS];
 #pragma unroll
   for (int w = 0; w < WARPS; ++w) {
@@ -126,6 +131,41 @@ __global__ void __launch_bounds__(WARPS* WARP)
     for (int w = 0; w < WARPS; ++w) value += weighted[w][i] * factors[w];
     to[i] = narrow<T>(value / whole_sum);
   }
+}
+
+constexpr int SINK_THREADS = 256;
+
+// Adds the sinks to the denominators of finished rows: multiplies each head's output by the share of its tokens in the
+// sum with the sink. `sums` are base-2 logarithms of the sums without sinks, [rows][heads]. A thread multiplies eight
+// elements.
+__global__ void __launch_bounds__(SINK_THREADS)
+    sink_kernel(bf16* out, const float* sums, const float* sinks, int heads, int dim, int64_t vectors) {
+  pdl_wait_and_release();
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * SINK_THREADS + threadIdx.x;
+  if (i >= vectors) return;
+  const int64_t row_head = i / (dim / 8);
+  constexpr float LOG2_E = 1.4426950408889634f;
+  const float share = 1.f / (1.f + exp2f(sinks[row_head % heads] * LOG2_E - sums[row_head]));
+  float values[8];
+  load8(out + i * 8, values);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) values[j] *= share;
+  store8(out + i * 8, values);
+}
+
+// Bytes of FlashInfer's sums of a step, which are at the front of the float workspace.
+uint64_t sum_bytes(const baton_attention_shape& shape, int rows) {
+  constexpr uint64_t ALIGNMENT = 128;
+  const uint64_t bytes = sizeof(float) * static_cast<uint64_t>(rows) * shape.query_heads;
+  return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+}
+
+// Returns the workspace behind the sums.
+baton_attention_workspace behind_sums(const baton_attention_workspace& whole, uint64_t bytes) {
+  baton_attention_workspace rest = whole;
+  rest.floats = static_cast<char*>(whole.floats) + bytes;
+  rest.float_bytes = whole.float_bytes - bytes;
+  return rest;
 }
 
 int32_t check_shape(const baton_attention_shape& shape) {
@@ -169,12 +209,13 @@ int32_t run_by_dim(const FlashRun& in) {
 }
 
 template <class T>
-int32_t run_plain(const FlashRun& in) {
+int32_t run_plain(const FlashRun& in, const float* sinks) {
   PlainParameters plain;
   plain.row_sequences = in.step->row_sequences;
   plain.row_positions = in.step->row_positions;
   plain.page_indptr = in.step->page_indptr;
   plain.page_indices = in.step->page_indices;
+  plain.sinks = sinks;
   plain.block_elements = in.kv->block_elements;
   plain.layer_offset = static_cast<T*>(in.keys) - static_cast<T*>(in.kv->base);
   plain.value_offset = static_cast<T*>(in.values) - static_cast<T*>(in.keys);
@@ -203,6 +244,7 @@ int32_t load_attention() {
     return load(plain_kernel<T, 8>);
   };
   BATON_TRY(all(float()));
+  BATON_TRY(load(sink_kernel));
   return all(bf16());
 }
 
@@ -238,7 +280,13 @@ BATON_API int32_t baton_attention_prepare(int32_t kind, const baton_attention_sh
     BATON_REQUIRE(batch->sequences > 0, "batch.sequences is 0; attention kind %d takes 1 or more", kind);
     BATON_REQUIRE(batch->row_indptr_host && batch->page_indptr_host && batch->kv_lengths_host,
                   "an array of batch is null");
-    const FlashPrepare in = {shape, batch, workspace, plan_host, as_stream(stream)};
+    const uint64_t sums = sum_bytes(*shape, batch->rows);
+    if (sums > workspace->float_bytes) {
+      return fail(BATON_TOO_SMALL, "float_bytes is %llu; expected more than %llu",
+                  static_cast<unsigned long long>(workspace->float_bytes), static_cast<unsigned long long>(sums));
+    }
+    const baton_attention_workspace rest = behind_sums(*workspace, sums);
+    const FlashPrepare in = {shape, batch, &rest, plan_host, as_stream(stream)};
     switch (kind) {
       case BATON_ATTENTION_FA2: return prepare_by_dim<FlashPrefill>(in);
       case BATON_ATTENTION_FA3:
@@ -254,8 +302,8 @@ BATON_API int32_t baton_attention_prepare(int32_t kind, const baton_attention_sh
 
 BATON_API int32_t baton_attention_run(const baton_attention_plan* plan_host, const baton_attention_shape* shape,
                                       const baton_attention_workspace* workspace, const baton_kv* kv, int32_t layer,
-                                      const void* queries, int64_t query_stride, const baton_step* step, void* out,
-                                      int32_t sequences, int32_t rows, void* stream) {
+                                      const void* queries, int64_t query_stride, const baton_step* step,
+                                      const float* sinks, void* out, int32_t sequences, int32_t rows, void* stream) {
   return guarded([&]() -> int32_t {
     BATON_REQUIRE(plan_host && shape && kv && step, "plan_host, shape, kv or step is null");
     BATON_TRY(check_shape(*shape));
@@ -270,19 +318,27 @@ BATON_API int32_t baton_attention_run(const baton_attention_plan* plan_host, con
     const int64_t bytes = shape->dtype == BATON_F32 ? 4 : 2;
     const int64_t half = static_cast<int64_t>(kv->head_count) * TOKENS * kv->head_dim * bytes;
     char* keys = static_cast<char*>(kv->base) + 2 * layer * half;
-    const FlashRun in = {plan_host, shape,     workspace,    kv, step,          queries, query_stride,
-                         out,       keys,      keys + half,  sequences, rows, as_stream(stream)};
+    FlashRun in = {plan_host, shape, workspace,   kv,        step, queries, query_stride,
+                   out,       keys,  keys + half, sequences, rows, nullptr, as_stream(stream)};
     if (plan_host->kind == BATON_ATTENTION_PLAIN) {
-      return with_dtype(shape->dtype, [&](auto element) { return run_plain<decltype(element)>(in); });
+      return with_dtype(shape->dtype, [&](auto element) { return run_plain<decltype(element)>(in, sinks); });
     }
     BATON_REQUIRE(workspace && workspace->floats && workspace->ints, "attention kind %d needs a workspace",
                   plan_host->kind);
+    const baton_attention_workspace rest = behind_sums(*workspace, sum_bytes(*shape, rows));
+    in.workspace = &rest;
+    if (sinks) in.sums = static_cast<float*>(workspace->floats);
     switch (plan_host->kind) {
-      case BATON_ATTENTION_FA2: return run_by_dim<FlashPrefill>(in);
+      case BATON_ATTENTION_FA2: BATON_TRY(run_by_dim<FlashPrefill>(in)); break;
 #ifdef BATON_HAS_HOPPER
-      case BATON_ATTENTION_FA3: return run_by_dim<FlashHopper>(in);
+      case BATON_ATTENTION_FA3: BATON_TRY(run_by_dim<FlashHopper>(in)); break;
 #endif
       default: return fail(BATON_INVALID, "plan_host.kind is %d; expected 1 to 3", plan_host->kind);
     }
+    if (!sinks) return BATON_OK;
+    const int64_t vectors = static_cast<int64_t>(rows) * shape->query_heads * shape->head_dim / 8;
+    return launch("attention sinks", sink_kernel, dim3((vectors + SINK_THREADS - 1) / SINK_THREADS), dim3(SINK_THREADS),
+                  0, in.stream, static_cast<bf16*>(out), static_cast<const float*>(in.sums), sinks,
+                  shape->query_heads, shape->head_dim, vectors);
   });
 }

@@ -20,6 +20,7 @@ struct FlashRun {
   void* values;  // likewise
   int32_t sequences;
   int32_t rows;
+  float* sums;  // null, or base-2 logarithms of the softmax sums [rows][query_heads], to be written
   cudaStream_t stream;
 };
 

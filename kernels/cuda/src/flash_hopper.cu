@@ -54,7 +54,7 @@ int32_t FlashHopper<DIM>::run(const FlashRun& in) {
   params.k_ptr = static_cast<Element*>(in.keys);
   params.v_ptr = static_cast<Element*>(in.values);
   params.o_ptr = static_cast<Element*>(in.out);
-  params.lse_ptr = nullptr;
+  params.lse_ptr = in.sums;
   params.q_stride_n = in.query_stride;
   params.q_stride_h = DIM;
   params.o_stride_n = static_cast<int64_t>(in.shape->query_heads) * DIM;

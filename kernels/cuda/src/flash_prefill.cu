@@ -63,7 +63,7 @@ int32_t FlashPrefill<DIM>::run(const FlashRun& in) {
   params.paged_kv = pages;
   params.q_indptr = in.step->row_indptr;
   params.o = static_cast<Element*>(in.out);
-  params.lse = nullptr;
+  params.lse = in.sums;
   params.num_qo_heads = in.shape->query_heads;
   params.group_size = fi::uint_fastdiv(in.shape->query_heads / in.shape->kv_heads);
   params.q_stride_n = static_cast<int32_t>(in.query_stride);

@@ -115,7 +115,7 @@ def decode(lib, batch, length, heads=HEADS):
         lib.attention_prepare(kind, shape, sequences.batch(), check.memory.struct, plan)
         torch.cuda.synchronize()
         time = microseconds(lambda i: lib.attention_run(plan, shape, check.memory.struct, kv, i % layers, queries,
-                                                        heads * DIM, arrays.struct, out, batch, batch), layers, 3)
+                                                        heads * DIM, arrays.struct, None, out, batch, batch), layers, 3)
         read = batch * length * 2 * KV_HEADS * DIM * 2
         found.append(f"{check.ATTENTION_NAMES[kind]} {time:.1f} us = {read / time / 1e3:.0f} GB/s")
     print(f"decode attention {batch} x {length}, {heads}/{KV_HEADS} heads: " + ", ".join(found), flush=True)
@@ -135,7 +135,7 @@ def prefill(lib, shapes):
         lib.attention_prepare(kind, shape, sequences.batch(), check.memory.struct, plan)
         torch.cuda.synchronize()
         time = microseconds(lambda i: lib.attention_run(plan, shape, check.memory.struct, kv, i % 2, queries, HEADS * DIM,
-                                                        arrays.struct, out, sequences.count, sequences.rows), 4, 2)
+                                                        arrays.struct, None, out, sequences.count, sequences.rows), 4, 2)
         work = sum(4 * HEADS * DIM * (rows * length - rows * (rows - 1) / 2) for rows, length in shapes)
         found.append(f"{check.ATTENTION_NAMES[kind]} {time:.0f} us = {work / time / 1e6:.0f} TFLOP/s")
     print(f"prefill attention {shapes[0]} .. {len(shapes)} sequences: " + ", ".join(found), flush=True)

@@ -321,7 +321,7 @@ def check_step():
     return f"{steps} steps"
 
 
-def attention_reference(queries, arena, layer, sequences, window):
+def attention_reference(queries, arena, layer, sequences, window, sinks=None):
     """Returns attention in float64, [rows][heads][dim]."""
     out = torch.zeros_like(queries, dtype=torch.float64)
     heads, dim = queries.shape[1:]
@@ -337,7 +337,10 @@ def attention_reference(queries, arena, layer, sequences, window):
         hidden = column > row
         if window:
             hidden |= column <= row - window
-        out[first : first + rows] = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values).transpose(0, 1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, rows, 1)], -1)
+        out[first : first + rows] = (scores.softmax(-1)[..., :length] @ values).transpose(0, 1)
     return out
 
 
@@ -345,13 +348,13 @@ ATTENTION_NAMES = {PLAIN: "plain", FA2: "FA2", FA3: "FA3", AUTO: "auto"}
 memory = None
 
 
-def run_attention(kind, shape, kv, layer, queries, sequences, arrays):
+def run_attention(kind, shape, kv, layer, queries, sequences, arrays, sinks=None):
     out = torch.full_like(queries, NAN)
     plan = AttentionPlan()
     torch.cuda.current_stream().synchronize()  # the staging buffer is free
     lib.attention_prepare(kind, shape, sequences.batch(), memory.struct, plan)
     heads, dim = queries.shape[1:]
-    lib.attention_run(plan, shape, memory.struct, kv, layer, queries, heads * dim, arrays.struct, out,
+    lib.attention_run(plan, shape, memory.struct, kv, layer, queries, heads * dim, arrays.struct, sinks, out,
                       sequences.count, sequences.rows)
     return out, plan
 
@@ -394,10 +397,11 @@ def check_attention():
         queries = rand(sequences.rows, kv_heads * group, dim, dtype=dtype, scale=3)
         shape = Shape(kv_heads * group, kv_heads, dim, DTYPES[dtype], window, dim**-0.5)
         arrays = sequences.step()
-        out, plan = run_attention(kind, shape, kv, layer, queries, sequences, arrays)
-        want = attention_reference(queries, arena, layer, sequences, window)
+        sinks = random.choice((None, 4 * rand(kv_heads * group)))
+        out, plan = run_attention(kind, shape, kv, layer, queries, sequences, arrays, sinks)
+        want = attention_reference(queries, arena, layer, sequences, window, sinks)
         what = (f"{ATTENTION_NAMES[kind]} (as {ATTENTION_NAMES[plan.kind]}) {dtype} dim {dim} group {group} window "
-                f"{window} {shapes[:4]}")
+                f"{window} {'sinks ' if sinks is not None else ''}{shapes[:4]}")
         error = near(out, want, 1e-5 if dtype == torch.float32 else 1.2e-2, what)
         key = f"{ATTENTION_NAMES[kind]}"
         worst[key] = max(worst.get(key, (0, 0))[0], error), worst.get(key, (0, 0))[1] + 1

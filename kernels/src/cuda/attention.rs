@@ -57,6 +57,17 @@ pub enum AttentionKind {
     Plain,
 }
 
+/// Operands of one layer's attention.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct AttentionAddresses {
+    pub queries: ffi::Address,
+    /// Elements from one row of `queries` to the next.
+    pub query_stride: usize,
+    /// Attention sinks of the query heads, or null.
+    pub sinks: ffi::Address,
+    pub out: ffi::Address,
+}
+
 /// Attention kernels of one stream.
 pub(super) struct Attention {
     kind: AttentionKind,
@@ -157,16 +168,14 @@ impl Attention {
         }
     }
 
-    /// Launches the attention of one layer on `stream`. `query_stride` is the number of elements
-    /// from one row of `queries` to the next.
+    /// Launches the attention of one layer on `stream`.
     pub(super) fn run(
         &mut self,
         library: &KernelLibrary,
         stream: &Stream<Compute>,
         step: &CudaStep,
         attention: LayerAttention,
-        (queries, query_stride): (ffi::Address, usize),
-        out: ffi::Address,
+        addresses: AttentionAddresses,
     ) -> Result<(), CudaError> {
         let LayerAttention { layer, heads, scale, window } = attention;
         if let Some(decode) = &self.decode
@@ -174,8 +183,7 @@ impl Attention {
             && step.rows() <= DECODE_ROWS_MAX
             && DecodeAttention::supports(heads, step.kv_layout().dtype)
         {
-            let queries = (queries, query_stride);
-            return decode.run(library, stream, step, attention, queries, out);
+            return decode.run(library, stream, step, attention, addresses);
         }
         let shape = ffi::AttentionShape {
             query_heads: heads.query_heads as i32,
@@ -188,6 +196,7 @@ impl Attention {
         let index = self.plan_index(library, stream, step, shape)?;
         let planned = &self.plans[index];
         let workspace = self.workspace(planned.buffer);
+        let AttentionAddresses { queries, query_stride, sinks, out } = addresses;
         // SAFETY: the step's arrays and KV blocks were allocated for its rows; the caller has
         // checked the sizes of queries and output; plan and workspace belong together.
         unsafe {
@@ -203,6 +212,7 @@ impl Attention {
                     queries,
                     query_stride as i64,
                     step.arrays(),
+                    sinks,
                     out,
                     step.sequences() as i32,
                     step.rows() as i32
@@ -337,8 +347,7 @@ impl DecodeAttention {
         stream: &Stream<Compute>,
         step: &CudaStep,
         attention: LayerAttention,
-        (queries, query_stride): (ffi::Address, usize),
-        out: ffi::Address,
+        AttentionAddresses { queries, query_stride, sinks, out }: AttentionAddresses,
     ) -> Result<(), CudaError> {
         let LayerAttention { layer, heads, scale, window } = attention;
         let addresses = step.layer_addresses(layer);
@@ -368,6 +377,7 @@ impl DecodeAttention {
             scale,
             sms: self.sms,
             pdl: self.dependent_launch.into(),
+            sinks,
             ..ffi::DecodeAttentionArgs::default()
         };
         // SAFETY: the step's arrays and KV blocks were allocated for its rows; the caller has

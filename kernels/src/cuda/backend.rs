@@ -15,7 +15,7 @@ use std::{
 };
 
 use super::{
-    attention::{Attention, AttentionKind},
+    attention::{Attention, AttentionAddresses, AttentionKind},
     buffer::{CudaBuffer, CudaMatrix, CudaVector, row_stride},
     collective::CudaGroup,
     context::{Compute, Context, Stream},
@@ -579,7 +579,6 @@ impl Backend for CudaBackend {
         out: &mut CudaBuffer,
     ) {
         let LayerAttention { layer, heads, .. } = attention;
-        assert!(sinks.is_none(), "attention: models with attention sinks are refused");
         self.check_heads(heads, qkv, step);
         assert_eq!(out.width, heads.query_width(), "attention: output and query width differ");
         assert_eq!(out.width, out.stride, "attention: the output is contiguous");
@@ -587,11 +586,17 @@ impl Backend for CudaBackend {
         if step.rows() == 0 || self.is_faulty() {
             return;
         }
-        let queries = qkv.data.part(0, qkv.bytes(step.rows()));
-        let to = out.data.part(0, out.bytes(step.rows()));
-        let queries = (queries, qkv.stride);
-        let outcome =
-            self.attention.run(&self.library, &self.compute, step, attention, queries, to);
+        let sinks = sinks.map_or(0, |sinks| {
+            assert_eq!(sinks.len, heads.query_heads, "attention: a sink for each query head");
+            sinks.data.address()
+        });
+        let addresses = AttentionAddresses {
+            queries: qkv.data.part(0, qkv.bytes(step.rows())),
+            query_stride: qkv.stride,
+            sinks,
+            out: out.data.part(0, out.bytes(step.rows())),
+        };
+        let outcome = self.attention.run(&self.library, &self.compute, step, attention, addresses);
         self.note(outcome);
     }
 

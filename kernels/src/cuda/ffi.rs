@@ -10,7 +10,7 @@ use cudarc::driver::sys::CUdeviceptr;
 use crate::layout::Dtype;
 
 /// `BATON_ABI_VERSION`.
-pub(super) const ABI_VERSION: i32 = 9;
+pub(super) const ABI_VERSION: i32 = 10;
 /// `BATON_INVALID`.
 pub(super) const INVALID: i32 = 1;
 /// `BATON_UNSUPPORTED`.
@@ -352,6 +352,7 @@ structs! {
         pub tokens: i32,
         pub reserved: i32,
         pub positions: Address,
+        pub sinks: Address,
     }
 
     pub struct RawGroup {
@@ -522,6 +523,7 @@ functions! {
             Address,
             i64,
             *const StepArrays,
+            Address,
             Address,
             i32,
             i32,
