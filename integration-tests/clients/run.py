@@ -18,7 +18,7 @@ import venv
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parent.parent
 TARGET = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "clients"
-READY_WITHIN_S, INSTALLED_WITHIN_S, DONE_WITHIN_S, STOPPED_WITHIN_S = 120, 900, 600, 60
+READY_WITHIN_S, INSTALLED_WITHIN_S, DONE_WITHIN_S, STOPPED_WITHIN_S = 120, 1800, 700, 60
 
 # Scripts and packages of each client.
 PYTHON = {
@@ -30,6 +30,9 @@ PYTHON = {
     "instructor": (["instructor_client.py"], ["instructor==1.17.0"]),
     "pydantic-ai": (["pydantic_ai_client.py"], ["pydantic-ai-slim[openai]==2.68.0"]),
     "openai-agents": (["openai_agents_client.py"], ["openai-agents==0.24.0"]),
+    "lm-eval": (["lm_eval_client.py"], ["lm_eval[api]==0.4.13", "torch==2.15.0", "transformers==5.24.0", "gguf==0.19.0"]),
+    "guidellm": (["guidellm_client.py"], ["guidellm==0.8.1", "gguf==0.19.0"]),
+    "aiperf": (["aiperf_client.py"], ["aiperf==0.13.0", "gguf==0.19.0"]),
 }
 # Script, packages and, if the client is a program, its path in the folder of the packages.
 NODE = {
@@ -85,8 +88,9 @@ def main():
     unknown = set(names) - set(known)
     if unknown:
         sys.exit(f"unknown client {', '.join(sorted(unknown))}; allowed: {', '.join(known)}")
-    # The model's own template does not render tools.
-    environment = {**os.environ, "BATON_MODEL_CHAT_TEMPLATE": str(HERE.parent / "tests/tool_template.jinja")}
+    # The model's own template does not render tools. lm-eval's results are compared with those of transformers in f32.
+    template = HERE.parent / "tests/tool_template.jinja"
+    environment = {**os.environ, "BATON_MODEL_CHAT_TEMPLATE": str(template), "BATON_MODEL_DTYPE": "f32"}
     flags = ["--model", "smollm2-135m", "--models-dir", ROOT / "models", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"]
     command = [str(word) for word in [pathlib.Path(binaries) / "baton", "up", *flags]]
     log = TARGET / "cluster.log"
