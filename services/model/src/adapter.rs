@@ -41,7 +41,7 @@ const TARGET_NAMES: [&str; 7] =
     ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
 
 /// Keys that change the arithmetic. Each must be absent, null, false or empty.
-const REFUSED: [&str; 13] = [
+const REFUSED: [&str; 15] = [
     "use_dora",
     "use_qalora",
     "use_bdlora",
@@ -55,6 +55,8 @@ const REFUSED: [&str; 13] = [
     "target_parameters",
     "alora_invocation_tokens",
     "arrow_config",
+    "kasa_config",
+    "monteclora_config",
 ];
 
 /// Opened adapter, or one rank's shard of it.

@@ -3,7 +3,7 @@
 
 mod common;
 
-use std::{fs, path::Path};
+use std::{collections::BTreeMap, fs, path::Path};
 
 use common::{
     Element, Tensor, elements, hugging_face_tensors,
@@ -13,6 +13,7 @@ use common::{
 };
 use kernels::{Dtype, Shard, WeightFormat, cpu::Isa};
 use model::{Adapter, Checkpoint, LayerWeight, LoadFormat, ModelError, Weight, WeightShape};
+use serde::Deserialize;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -169,6 +170,42 @@ fn adapter_gives_the_logits_of_merged_weights() {
     }
 }
 
+#[derive(Deserialize)]
+struct Expected {
+    tokens: Vec<u32>,
+    adapters: BTreeMap<String, ExpectedLogits>,
+}
+
+/// Logits of every eighth position of `base` with an adapter.
+#[derive(Deserialize)]
+struct ExpectedLogits {
+    base: String,
+    logits: Vec<Vec<f32>>,
+}
+
+#[test]
+fn logits_of_adapters_that_peft_saved_equal_those_of_peft() {
+    let folder = common::fixture("adapters");
+    let expected: Expected =
+        serde_json::from_slice(&fs::read(folder.join("logits.json")).unwrap()).unwrap();
+    assert_eq!(expected.adapters.len(), 3);
+    for (name, ExpectedLogits { base: model, logits: wanted }) in &expected.adapters {
+        let checkpoint = base(model);
+        let mut runner = Runner::new(&checkpoint, Dtype::F32, Isa::Auto, 64);
+        let config = checkpoint.config();
+        let adapter = Adapter::open(&folder.join(name), config, Shard::WHOLE, RANK_MAX).unwrap();
+        runner.set_adapter(1, Some(adapter));
+        let len = expected.tokens.len();
+        let mut sequence = runner.sequence(len);
+        sequence.adapter = Some(1);
+        let found = runner.forward(&mut [(&mut sequence, &expected.tokens, len as u32)]);
+        let found: Vec<Vec<f32>> = found.into_iter().step_by(8).collect();
+        assert_eq!(found.len(), wanted.len());
+        let difference = worst(&found, wanted);
+        assert!(difference < 1e-4, "{name} is off by {difference}");
+    }
+}
+
 #[test]
 fn two_adapters_and_the_base_in_one_step_equal_each_alone() {
     let checkpoint = base("llama3");
@@ -252,6 +289,11 @@ fn invalid_adapter_is_rejected_with_file_and_field() {
         ("peft_type", json!("IA3"), "unsupported peft_type: \"IA3\"; expected \"LORA\""),
         ("bias", json!("all"), "unsupported bias: \"all\"; expected \"none\""),
         ("use_dora", json!(true), "unsupported use_dora: true; expected absent, null, false"),
+        (
+            "kasa_config",
+            json!({"beta": 1}),
+            "unsupported kasa_config: {\"beta\":1}; expected absent",
+        ),
         ("modules_to_save", json!(["lm_head"]), "unsupported modules_to_save: [\"lm_head\"]"),
         ("rank_pattern", json!({"q_proj": 4}), "unsupported rank_pattern: {\"q_proj\":4}"),
         ("init_lora_weights", json!("pissa"), "unsupported init_lora_weights: \"pissa\""),
