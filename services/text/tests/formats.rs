@@ -2,7 +2,8 @@
 //!
 //! `formats/NAME.jsonl` has an output in each line, written after the definition of the format,
 //! with the expected pieces: text, or a function's name and arguments (and "cut" if the output ends
-//! within the call).
+//! within the call). `openai_harmony` is a second opinion on answers of gpt-oss, which
+//! `fixtures/harmony.py` wrote.
 
 use std::{fs, sync::Arc};
 
