@@ -191,7 +191,7 @@ async fn gpt_oss_calls_a_tool_after_its_reasoning() -> Result<()> {
     let question = json!({"role": "user", "content": "What is the weather in Paris?"});
     let mut body = json!({"messages": [question], "tools": tools, "tool_choice": "required",
         "parallel_tool_calls": false, "reasoning_effort": "low", "seed": 4, "temperature": 1,
-        "max_tokens": 4000, "logit_bias": bias});
+        "max_tokens": 4000, "logit_bias": bias, "stop": ["commentary"]});
     let answer = client.post("/v1/chat/completions", &body).await?.json();
     let (choice, message) = (&answer["choices"][0], &answer["choices"][0]["message"]);
     assert_eq!(choice["finish_reason"], "tool_calls", "{answer}");

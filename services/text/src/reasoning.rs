@@ -11,7 +11,7 @@ mod tag_parser;
 mod think;
 
 use self::{harmony::MessageParser, tag_parser::TagParser};
-use crate::tokenizer::Tokenizer;
+use crate::{stream::HeaderTokens, tokenizer::Tokenizer};
 
 /// Every known format. A template is matched in this order.
 static FORMATS: [ReasoningFormat; 4] =
@@ -138,6 +138,14 @@ impl ReasoningFormat {
     pub fn shown_tokens(&self, tokenizer: &Tokenizer) -> Vec<u32> {
         let ids = self.tags.iter().filter_map(|tag| tokenizer.token_id(tag));
         ids.filter(|&id| tokenizer.is_special(id)).collect()
+    }
+
+    /// Returns the tokens around the headers of messages, if the format has messages.
+    pub fn header_tokens(&self, tokenizer: &Tokenizer) -> Option<HeaderTokens> {
+        match self.syntax {
+            ReasoningSyntax::Tags => None,
+            ReasoningSyntax::Messages => harmony::header_tokens(tokenizer),
+        }
     }
 }
 

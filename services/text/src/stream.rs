@@ -41,6 +41,17 @@ pub struct StopHit {
     pub token_count: u32,
 }
 
+/// Headers of messages in an answer, in which a stop string is ordinary text.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HeaderTokens {
+    /// Tokens after which a header begins.
+    pub begin: Vec<u32>,
+    /// Last token of a header.
+    pub end: u32,
+    /// Maximum length of a header. Later text is no header, even if its end is missing.
+    pub bytes_max: usize,
+}
+
 /// Detokenizer and stop strings of one choice.
 ///
 /// Lifecycle: [`push`](Self::push) until it reports a stop, or [`finish`](Self::finish) when the
@@ -53,6 +64,9 @@ pub struct StopHit {
 pub struct TextStream {
     detokenizer: Detokenizer,
     stops: StopStrings,
+    headers: Option<HeaderTokens>,
+    /// Bytes of the current header so far; `None` outside a header.
+    header_bytes: Option<usize>,
     min_tokens: u32,
     token_count: u32,
     stopped: Option<StopHit>,
@@ -63,7 +77,21 @@ impl TextStream {
         let TextStreamOptions { skip_special, min_tokens } = options;
         let detokenizer =
             Detokenizer::new(tokenizer, DetokenizerOptions { skip_special, continues: true });
-        Self { detokenizer, stops, min_tokens, token_count: 0, stopped: None }
+        Self {
+            detokenizer,
+            stops,
+            headers: None,
+            header_bytes: None,
+            min_tokens,
+            token_count: 0,
+            stopped: None,
+        }
+    }
+
+    /// Takes stop strings within these headers for ordinary text.
+    pub fn with_headers(mut self, headers: Option<HeaderTokens>) -> Self {
+        self.headers = headers;
+        self
     }
 
     /// Includes the names of these special tokens in the text even with `skip_special`.
@@ -83,7 +111,8 @@ impl TextStream {
             self.token_count += 1;
             piece.clear();
             self.detokenizer.push_to(id, &mut piece);
-            if self.token_count <= self.min_tokens {
+            let is_within_header = self.is_within_header(id, piece.len());
+            if self.token_count <= self.min_tokens || is_within_header {
                 text.push_str(&self.stops.push_unstoppable(&piece));
                 continue;
             }
@@ -97,6 +126,18 @@ impl TextStream {
                 .map(|stop_index| StopHit { stop_index, token_count: self.token_count });
         }
         TextDelta { text, stopped: self.stopped }
+    }
+
+    /// Returns whether the next token, which has `bytes` of text, belongs to a header.
+    fn is_within_header(&mut self, id: u32, bytes: usize) -> bool {
+        let Some(headers) = &self.headers else { return false };
+        let length = self.header_bytes.map(|before| before + bytes);
+        let length = length.filter(|&length| length <= headers.bytes_max);
+        self.header_bytes = match headers.begin.contains(&id) {
+            true => Some(0),
+            false => length.filter(|_| id != headers.end),
+        };
+        length.is_some()
     }
 
     /// Ends an answer without a stop string and returns the rest of its text.

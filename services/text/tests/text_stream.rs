@@ -5,7 +5,9 @@ mod common;
 use std::sync::{Arc, LazyLock};
 
 use proptest::prelude::*;
-use text::{ModelText, StopHit, StopStrings, TextDelta, TextStream, TextStreamOptions};
+use text::{
+    HeaderTokens, ModelText, StopHit, StopStrings, TextDelta, TextStream, TextStreamOptions,
+};
 
 static TINY: LazyLock<ModelText> = LazyLock::new(|| common::open_gguf(&common::tiny()).unwrap());
 
@@ -112,6 +114,25 @@ fn stop_conditions_do_not_apply_within_min_tokens() {
     assert_eq!(stream.push(&ids("aba")), delta("ab"));
     let stopped = Some(StopHit { stop_index: 0, token_count: 4 });
     assert_eq!(stream.push(&ids("b")), TextDelta { text: String::new(), stopped });
+}
+
+#[test]
+fn stop_strings_do_not_apply_within_headers() {
+    let headers = HeaderTokens { begin: vec![common::END], end: common::TOOL, bytes_max: 16 };
+    let text_before = |tokens: &[u32]| {
+        let stream = stream(&["ab"], false, TextStreamOptions::default());
+        let mut stream = stream.with_headers(Some(headers.clone()));
+        let delta = stream.push(tokens);
+        (delta.text, delta.stopped.map(|hit| hit.token_count))
+    };
+    let header = |text: &str| [&[common::END][..], &ids(text), &[common::TOOL]].concat();
+    let answer = [&ids("x")[..], &header("abc"), &ids("aab")].concat();
+    assert_eq!(text_before(&answer), ("xabc<tool>a".into(), Some(answer.len() as u32)));
+    // Text before a header is text.
+    assert_eq!(text_before(&[ids("ab"), header("")].concat()), (String::new(), Some(2)));
+    // A header that does not end is text after its maximum length.
+    let answer = [&[common::END][..], &ids("ab"), &ids(&"x".repeat(14)), &ids("ab")].concat();
+    assert_eq!(text_before(&answer).1, Some(answer.len() as u32));
 }
 
 proptest! {

@@ -11,8 +11,8 @@ use proto::{
     v1::{FinishReason, Token},
 };
 use text::{
-    CallableFunction, ReasoningFormat, ReasoningParser, ReasoningStart, SplitText, Tokenizer,
-    ToolCall, ToolFormat, ToolParser, ToolPiece,
+    CallableFunction, HeaderTokens, ReasoningFormat, ReasoningParser, ReasoningStart, SplitText,
+    Tokenizer, ToolCall, ToolFormat, ToolParser, ToolPiece,
 };
 
 use super::tools::{OfferedTools, RequestedToolChoice};
@@ -40,6 +40,11 @@ impl AnswerReading {
         let reasoning = self.reasoning.iter().flat_map(|it| it.format.shown_tokens(tokenizer));
         let calls = self.calls.iter().flat_map(|calls| calls.format.shown_tokens(tokenizer));
         reasoning.chain(calls).collect()
+    }
+
+    /// Returns the tokens around the headers of messages, if answers consist of messages.
+    pub(crate) fn header_tokens(&self, tokenizer: &Tokenizer) -> Option<HeaderTokens> {
+        self.reasoning.as_ref()?.format.header_tokens(tokenizer)
     }
 }
 

@@ -367,14 +367,16 @@ impl AnswerText {
     fn new(request: &PreparedRequest, sampling: &Sampling) -> Self {
         let tokenizer = request.model.text.tokenizer();
         // Special tokens that mark reasoning and tool calls.
-        let shown_tokens = request.reading.as_ref();
-        let shown_tokens = shown_tokens.map(|reading| reading.shown_tokens(tokenizer));
+        let reading = request.reading.as_ref();
+        let shown_tokens = reading.map(|reading| reading.shown_tokens(tokenizer));
         let shown_tokens = shown_tokens.unwrap_or_default();
+        let header_tokens = reading.and_then(|reading| reading.header_tokens(tokenizer));
         let stream = || {
             let (skip_special, min_tokens) = (request.skip_special, sampling.min_tokens);
             let options = TextStreamOptions { skip_special, min_tokens };
             TextStream::new(tokenizer.clone(), request.stops.clone(), options)
                 .showing(shown_tokens.into())
+                .with_headers(header_tokens)
         };
         let mut stop_token_ids = match sampling.ignore_stop_tokens {
             true => Vec::new(),

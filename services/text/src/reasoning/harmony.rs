@@ -8,6 +8,7 @@
 //! message of this channel. A message of an unknown channel is content.
 
 use super::{ReasoningFormat, ReasoningStart, ReasoningSyntax, SplitText, partial_tag};
+use crate::{stream::HeaderTokens, tokenizer::Tokenizer};
 
 const CHANNEL: &str = "<|channel|>";
 const MESSAGE: &str = "<|message|>";
@@ -51,6 +52,13 @@ pub(super) const FORMAT: ReasoningFormat = ReasoningFormat {
     tags: &[CHANNEL, MESSAGE, CONSTRAIN, START, END],
     syntax: ReasoningSyntax::Messages,
 };
+
+/// Returns the tokens around headers; `None` if no token ends a header.
+pub(super) fn header_tokens(tokenizer: &Tokenizer) -> Option<HeaderTokens> {
+    let begin = [START, CHANNEL].into_iter().filter_map(|tag| tokenizer.token_id(tag)).collect();
+    let end = tokenizer.token_id(MESSAGE)?;
+    Some(HeaderTokens { begin, end, bytes_max: HEADER_BYTES_MAX })
+}
 
 /// Parser of the messages in an answer. Calls remain text, all of them in the form
 /// `<|channel|>commentary to=RECIPIENT <|constrain|>json<|message|>ARGUMENTS<|call|>`.
