@@ -97,13 +97,13 @@ names=$(for arch in $archs; do printf 'sm_%s ' "$arch"; done)
 units=()
 unit() { units+=("$*"); }
 unit abi src/abi.cu "-DBATON_ARCHES=\"${names% }\" -DBATON_FLASHINFER=\"$flashinfer\""
-for name in rows rope blocks step drafts probe; do unit $name src/$name.cu; done
+for name in rows quantize rope blocks step drafts probe; do unit $name src/$name.cu; done
 unit attention src/attention.cu $has_hopper
 # Without fused multiply-add the probabilities are bit-equal to the CPU's.
 for name in sample sample_draw sample_choose; do unit $name src/$name.cu -fmad=false; done
 unit tp_sample collective/tp_sample.cu -fmad=false
 unit decode_attention attention/decode_attention.cu
-for name in skinny wide fp8; do unit ${name}_gemm gemm/${name}_gemm.cu; done
+for name in skinny wide wide_fp8 fp8; do unit ${name}_gemm gemm/${name}_gemm.cu; done
 for name in all_reduce gather; do unit $name collective/$name.cu; done
 for name in digest weights; do unit $name digest/$name.cu; done
 for name in route expert_gemm; do unit $name experts/$name.cu; done

@@ -142,8 +142,14 @@ pub(crate) fn gemms_match_sums_of_the_stored_numbers() {
 }
 
 pub(crate) fn fused_operations_match_cpu() {
+    // Only kernels that take inputs in FP8 need multiples of 128.
+    for (width, ffn) in [(576, 400), (512, 384), (1024, 512)] {
+        match_cpu(width, ffn);
+    }
+}
+
+fn match_cpu(width: usize, ffn: usize) {
     let gpu = gpu();
-    let (width, ffn) = (576, 400);
     let gate_up = Fp8Rows { rows: 2 * ffn, cols: width, seed: 1, stored: true };
     let down = Fp8Rows { rows: width, cols: ffn, seed: 2, stored: true };
     let norm = numbers(3, width);
@@ -163,7 +169,7 @@ pub(crate) fn fused_operations_match_cpu() {
         [activations, backend.get(residual, rows)]
     }
     let options = CudaOptions::new(WeightFormat::Fp8);
-    const MOST: usize = 32;
+    const MOST: usize = 200;
     let (mut cuda, (gate_up_on_gpu, down_on_gpu, norm_on_gpu, mut buffers)) =
         gpu.backend_with(options, |backend| {
             let buffers =
@@ -173,7 +179,7 @@ pub(crate) fn fused_operations_match_cpu() {
                 });
             (backend.matrix(&gate_up), backend.matrix(&down), backend.vector(&norm), buffers)
         });
-    for rows in [1, 7, 8, 9, 16, 17, 31, 32] {
+    for rows in [1, 7, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128, MOST] {
         let input: Vec<f32> = numbers(5, rows * width).iter().map(|value| value * 0.01).collect();
         let before = numbers(7, rows * width);
         let weights = (&gate_up_on_gpu, &down_on_gpu, &norm_on_gpu);
@@ -188,7 +194,10 @@ pub(crate) fn fused_operations_match_cpu() {
             let size = wanted.iter().fold(1.0_f32, |most, value| most.max(value.abs()));
             let scaled =
                 |values: &[f32]| values.iter().map(|value| value / size).collect::<Vec<_>>();
-            assert_near(&scaled(found), &scaled(wanted), 2e-2, &format!("{rows} rows"));
+            // More rows are rounded to three bits.
+            let bound = if rows <= 32 { 2e-2 } else { 8e-2 };
+            let what = format!("{rows} rows, {width} x {ffn}");
+            assert_near(&scaled(found), &scaled(wanted), bound, &what);
         }
     }
 }

@@ -355,7 +355,7 @@ bool is_wide(const baton_skinny_gemm_args& p, const Device& device) {
 
 // Returns whether fp8_gemm.cu computes this GEMM: every GEMM with a weight in FP8 for which fp8_gemm.cu has the tile.
 bool is_fp8_wide(const baton_skinny_gemm_args& p, const Device& device) {
-  if (!p.weight_scales) return false;
+  if (!p.weight_scales || p.parts) return false;
   const int tile = fp8_gemm_tile(p, device);
   return tile != 0 && (p.tile == 0 || p.tile == tile);
 }
@@ -389,6 +389,8 @@ int32_t check_shape(const baton_skinny_gemm_args& p) {
                 depth_multiple);
   BATON_REQUIRE(p.weight_block == 0 || (p.weight_scales && p.weight_block == 128),
                 "weight_block is %d; expected 0, or 128 with scales", p.weight_block);
+  BATON_REQUIRE(p.parts >= 0 && p.parts <= 2 && (p.parts == 0 || (p.weight_scales && p.weight_block == 0)),
+                "parts is %d; expected 0, or 1 or 2 with scales of the weight's rows", p.parts);
   BATON_REQUIRE(p.epilogue != BATON_SKINNY_SILU || p.n % 2 == 0, "n is %d; of gate and up it is even", p.n);
   BATON_REQUIRE(p.grid >= 0, "grid is %d; expected 0 or more", p.grid);
   BATON_REQUIRE(p.tile == 0 || p.tile == 16 || p.tile == 32 || p.tile == 64 || p.tile == 112 || p.tile == 128 || p.tile == 224,
@@ -405,9 +407,11 @@ int32_t check_shape(const baton_skinny_gemm_args& p) {
 
 int32_t check_operands(const baton_skinny_gemm_args& p) {
   BATON_REQUIRE(p.weight && p.x, "weight or x is null");
-  BATON_REQUIRE(p.x_stride >= p.depth && p.x_stride % 8 == 0,
-                "x_stride is %lld; expected multiples of 8 from the depth, %d, on", static_cast<long long>(p.x_stride),
-                p.depth);
+  const int stride_multiple = p.parts ? 16 : 8;
+  BATON_REQUIRE(p.x_stride >= p.depth && p.x_stride % stride_multiple == 0,
+                "x_stride is %lld; expected multiples of %d from the depth, %d, on", static_cast<long long>(p.x_stride),
+                stride_multiple, p.depth);
+  BATON_REQUIRE(!p.parts || p.x_scales, "x_scales is null, parts is %d", p.parts);
   BATON_REQUIRE(!p.squares || p.squares_count > 0, "squares_count is %d; expected 1 or more", p.squares_count);
   if (p.epilogue == BATON_SKINNY_RESIDUAL) {
     BATON_REQUIRE(p.residual, "residual is null");
@@ -446,6 +450,7 @@ int32_t load_skinny_gemm() {
     }
   }
   BATON_TRY(load_fp8_gemm());
+  BATON_TRY(load_wide_fp8_gemm());
   return load_wide_gemm();
 }
 
@@ -462,6 +467,10 @@ BATON_API int32_t baton_skinny_gemm_tile(const baton_skinny_gemm_args* args) {
     BATON_TRY(check_shape(*args));
     const Device* device;
     BATON_TRY(any_device(device));
+    if (args->parts) {
+      tile = wide_fp8_gemm_tile(*args, *device);
+      return BATON_OK;
+    }
     if (is_fp8_wide(*args, *device)) {
       tile = fp8_gemm_tile(*args, *device);
       return BATON_OK;
@@ -487,6 +496,17 @@ BATON_API int32_t baton_skinny_gemm(const baton_skinny_gemm_args* args, void* st
     BATON_TRY(check_operands(p));
     const Device* device;
     BATON_TRY(any_device(device));
+    if (p.parts) {
+      const int tile = wide_fp8_gemm_tile(p, *device);
+      if (tile == 0 || (p.tile != 0 && p.tile != tile)) {
+        return fail(BATON_UNSUPPORTED,
+                    "no GEMM with x in FP8 for %d rows, a weight of %d x %d and epilogue %d: use cuBLAS", p.rows, p.n, p.depth,
+                    p.epilogue);
+      }
+      BATON_REQUIRE(p.out_stride % 2 == 0, "out_stride is %lld; expected even numbers",
+                    static_cast<long long>(p.out_stride));
+      return wide_fp8_gemm(p, *device, as_stream(stream));
+    }
     if (is_fp8_wide(p, *device)) {
       BATON_REQUIRE(p.out_stride % 2 == 0, "out_stride is %lld; expected even numbers",
                     static_cast<long long>(p.out_stride));

@@ -1,4 +1,5 @@
-// GEMMs that skinny_gemm.cu dispatches: of more than 8 rows to wide_gemm.cu, with a weight in FP8 to fp8_gemm.cu.
+// GEMMs that skinny_gemm.cu dispatches: of more than 8 rows to wide_gemm.cu, with a weight in FP8 to fp8_gemm.cu, and
+// with x in FP8 too to wide_fp8_gemm.cu.
 #pragma once
 
 #include "device.cuh"
@@ -11,6 +12,11 @@ int32_t load_wide_gemm();
 // Returns the weight rows per tile, or 0 where cuBLAS is faster or there is no kernel. `args` have been checked.
 int wide_gemm_tile(const baton_skinny_gemm_args& args, const Device& device);
 int32_t wide_gemm(const baton_skinny_gemm_args& args, int tile, const Device& device, cudaStream_t stream);
+
+int32_t load_wide_fp8_gemm();
+// Returns the weight rows per tile, or 0 where there is no kernel. `args` have been checked and have `parts`.
+int wide_fp8_gemm_tile(const baton_skinny_gemm_args& args, const Device& device);
+int32_t wide_fp8_gemm(const baton_skinny_gemm_args& args, const Device& device, cudaStream_t stream);
 
 int32_t load_fp8_gemm();
 // Returns the weight rows per tile, or 0 where there is no kernel. `args` have been checked and have `weight_scales`.

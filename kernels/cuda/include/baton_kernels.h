@@ -30,7 +30,7 @@
 #endif
 
 /* Increases with every incompatible change of this file. */
-#define BATON_ABI_VERSION 10
+#define BATON_ABI_VERSION 11
 
 /* Tokens per KV block. */
 #define BATON_BLOCK_TOKENS 16
@@ -69,7 +69,9 @@ BATON_API int32_t baton_initialise(void);
  * their capture. Functions with a `pdl` argument use that argument instead.
  * In both cases a kernel of this library releases its successor only after its own predecessor has completed and
  * its writes are visible. Data that a kernel reads before its wait must therefore be written at least two kernels
- * before. Other kernels (cuBLAS, FlashInfer) are launched without PDL and start after all their predecessors. */
+ * before. baton_quantize is the exception: it releases its successor at once, so its successor may read only weights
+ * before its wait, as GEMMs do. Other kernels (cuBLAS, FlashInfer) are launched without PDL and start after all their
+ * predecessors. */
 BATON_API void baton_programmatic_launch(int32_t enabled);
 /* Writes sizeof of the structs below, in the order of their definition, and returns their number. `sizes_host` may be null. */
 BATON_API int32_t baton_struct_sizes(uint32_t *sizes_host, int32_t capacity);
@@ -95,10 +97,34 @@ BATON_API int32_t baton_add_rms_norm(int32_t dtype, float *residual, const void 
 BATON_API int32_t baton_silu_mul(int32_t dtype, const void *gate_up, void *out, int32_t rows,
                                  int32_t width, void *stream);
 
-/* Quantizes rows of bf16 [rows][x_stride] to FP8 (e4m3) [rows][width], contiguous: out = x / scales[row], where a row's
- * scale maps its largest magnitude to 448. A row of zeros has the scale 1. */
-BATON_API int32_t baton_quantize_rows(const void *x, int64_t x_stride, void *out, float *scales, int32_t rows,
-                                      int32_t width, void *stream);
+typedef enum {
+  BATON_QUANTIZE_ROWS = 0, /* y = x */
+  BATON_QUANTIZE_NORM = 1, /* y as of baton_rms_norm of `residual`, or of baton_add_rms_norm where x is not null */
+  BATON_QUANTIZE_SILU = 2  /* y as of baton_silu_mul: a row of x has 2 * width elements */
+} baton_quantize_source;
+
+/* 80 bytes. */
+typedef struct {
+  const void *x;       /* bf16 [rows][x_stride] */
+  int64_t x_stride;    /* a multiple of 8 */
+  float *residual;     /* NORM: [rows][width] */
+  const float *norm;   /* NORM: [width] */
+  void *mirror;        /* null, or y in bf16 [rows][width] */
+  void *out;           /* FP8 (e4m3) */
+  float *scales;       /* [rows] */
+  float eps;           /* NORM */
+  int32_t source;
+  int32_t rows;
+  int32_t width;       /* a multiple of 8, at most 65536 */
+  int32_t parts;
+  int32_t reserved;
+} baton_quantize_args;
+
+/* Computes rows y and quantizes them to FP8 (e4m3). With one part, out[row] = y / scales[row], where the scale maps the
+ * row's largest magnitude to 448; a row of zeros has the scale 1. With two parts, y = scales[row] * (high + low / 32),
+ * which keeps the precision of bf16. The scale is a power of two, the high parts of eight rows are followed by their
+ * eight low parts, and `out` has 16 * ceil(rows / 8) rows. */
+BATON_API int32_t baton_quantize(const baton_quantize_args *args, void *stream);
 
 /* out[i] = x[indices[i]], rows of `width` elements. */
 BATON_API int32_t baton_gather_rows(int32_t dtype, const void *x, const int32_t *indices, void *out,
@@ -159,14 +185,15 @@ typedef enum {
   BATON_SKINNY_QKV = 4       /* + bias, RoPE of queries and keys, store of keys and values into the arena */
 } baton_skinny_epilogue;
 
-/* 216 bytes. */
+/* 224 bytes. */
 typedef struct {
   const void *weight; /* bf16 or FP8 (e4m3) [n][depth], contiguous */
   /* Null: the weight is bf16. Else it is FP8, and depth is a multiple of 16. Row i is multiplied by weight_scales[i], or
    * with `weight_block` a block of 128 x 128 by its scale in weight_scales [ceil(n / 128)][ceil(depth / 128)]. */
   const float *weight_scales;
-  const void *x;      /* bf16 [rows][x_stride] */
-  int64_t x_stride;   /* at least depth, a multiple of 8 */
+  const void *x;      /* bf16 [rows][x_stride], or with `parts` FP8 as baton_quantize writes it */
+  const float *x_scales; /* with `parts`: [rows] */
+  int64_t x_stride;   /* at least depth, a multiple of 8, with `parts` of 16 */
   /* Null, or the sums of squares of every row before its norm, [rows][squares_count]: the results of row r are
    * scaled by 1 / sqrt(sum of its squares / depth + eps). Then x is the residual times the norm's weight, as written
    * by RESIDUAL. */
@@ -204,12 +231,12 @@ typedef struct {
                    it only loads weights */
   int32_t squares_count;
   int32_t weight_block; /* 128: weight_scales are those of blocks; else 0 */
-  int32_t reserved;
+  int32_t parts; /* rows in FP8 of each row of x, 1 or 2, with scales of the weight's rows; 0: x is bf16 */
 } baton_skinny_gemm_args;
 
 /* y = x W^T in bf16 with f32 accumulators, bound by reading the weight, with fused neighbouring operations of a decode
  * step. BATON_UNSUPPORTED above the maximum rows and for shapes without a tile. Results do not depend on `pdl`. They
- * depend on the tile, on the order of a row's squares, and on whether there are more than 8, 16 or 64 rows. */
+ * depend on the tile, on the order of a row's squares, on `parts`, and on whether there are more than 8, 16 or 64 rows. */
 BATON_API int32_t baton_skinny_gemm(const baton_skinny_gemm_args *args, void *stream);
 /* Returns the weight rows per tile for these arguments (rows, n, depth, epilogue, head_dim, grid and tile matter;
  * addresses may be null); squares_out has ceil(n / tile) numbers per row. 0: there is no kernel for the shape, or

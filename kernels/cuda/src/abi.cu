@@ -21,7 +21,8 @@ static_assert(sizeof(baton_plan_admission) == 96 && sizeof(baton_plan_run) == 20
 static_assert(sizeof(baton_sample_result) == 32 && sizeof(baton_attention_plan) == 184);
 // The sum of their fields: the compiler adds none.
 static_assert(sizeof(baton_sample_args) == 7 * 8 + 4 * 4);
-static_assert(sizeof(baton_skinny_gemm_args) == 20 * 8 + 14 * 4);
+static_assert(sizeof(baton_skinny_gemm_args) == 21 * 8 + 14 * 4);
+static_assert(sizeof(baton_quantize_args) == 7 * 8 + 6 * 4);
 static_assert(sizeof(baton_decode_attention_args) == 16 * 8 + 10 * 4);
 static_assert(sizeof(baton_group) == 96 && sizeof(baton_all_reduce_args) == 56 && sizeof(baton_gather_args) == 80);
 static_assert(sizeof(baton_route_args) == 13 * 8 + 12 * 4);
@@ -107,7 +108,7 @@ BATON_API int32_t baton_initialise(void) {
   return guarded([] {
     Device device;
     BATON_TRY(current_device(device));
-    for (auto part : {load_rows, load_rope, load_blocks, load_step, load_drafts, load_attention, load_decode_attention,
+    for (auto part : {load_rows, load_quantize, load_rope, load_blocks, load_step, load_drafts, load_attention, load_decode_attention,
                       load_skinny_gemm, load_sample, load_probe, load_all_reduce, load_gather,
                       load_tp_sample, load_digest, load_weights, load_route, load_expert_gemm}) {
       const int32_t code = part();
@@ -123,6 +124,7 @@ BATON_API int32_t baton_initialise(void) {
 
 BATON_API int32_t baton_struct_sizes(uint32_t* sizes_host, int32_t capacity) {
   constexpr uint32_t sizes[] = {
+      sizeof(baton_quantize_args),
       sizeof(baton_kv),
       sizeof(baton_rope_args),
       sizeof(baton_sampling),

@@ -180,6 +180,7 @@ int32_t load(Kernel* kernel, int shared_bytes) {
 
 // Each unit's part of baton_initialise.
 int32_t load_rows();
+int32_t load_quantize();
 int32_t load_rope();
 int32_t load_blocks();
 int32_t load_step();

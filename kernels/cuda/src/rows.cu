@@ -1,7 +1,5 @@
 // Row-wise operations on activations: embedding, norms, gated activation, gather. They are bound by memory bandwidth
 // (large batches) or latency (small ones): 16-byte loads, one CTA per row for reductions, else flat.
-#include <cuda_fp8.h>
-
 #include <initializer_list>
 #include <utility>
 
@@ -13,7 +11,6 @@ namespace {
 constexpr int FLAT = 256;       // threads of a flat kernel's CTA
 constexpr int ROW_MAX = 32768;  // widest row that a norm holds in registers
 constexpr int NORM_THREADS = 1024;
-constexpr float E4M3_MAX = 448.f;  // greatest FP8 number
 
 template <class T>
 __global__ void embed_kernel(const T* table, int first, int count, const int32_t* tokens, float* residual,
@@ -103,41 +100,6 @@ __global__ void gather_kernel(const T* x, const int32_t* indices, T* out, int wi
   }
 }
 
-// One CTA per row. The elements are read twice; the second read hits the cache.
-__global__ void quantize_kernel(const bf16* x, int64_t x_stride, __nv_fp8_storage_t* out, float* scales, int width) {
-  __shared__ float shared[WARP];
-  pdl_wait_and_release();
-  const bf16* from = x + blockIdx.x * x_stride;
-  __nv_fp8_storage_t* to = out + static_cast<int64_t>(blockIdx.x) * width;
-  float most = 0.f;
-  for (int i = threadIdx.x * 8; i < width; i += blockDim.x * 8) {
-    float values[8];
-    load8(from + i, values);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) most = fmaxf(most, fabsf(values[j]));
-  }
-  most = warp_max(most);
-  if (threadIdx.x % WARP == 0) shared[threadIdx.x / WARP] = most;
-  __syncthreads();
-  most = warp_max(threadIdx.x % WARP < blockDim.x / WARP ? shared[threadIdx.x % WARP] : 0.f);
-  const float scale = most > 0.f ? most / E4M3_MAX : 1.f;
-  if (threadIdx.x == 0) scales[blockIdx.x] = scale;
-  const float factor = 1.f / scale;
-  for (int i = threadIdx.x * 8; i < width; i += blockDim.x * 8) {
-    float values[8];
-    load8(from + i, values);
-    uint2 packed;
-    __nv_fp8x2_storage_t* pairs = reinterpret_cast<__nv_fp8x2_storage_t*>(&packed);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float2 pair = make_float2(values[2 * j] * factor, values[2 * j + 1] * factor);
-      // Saturates, so a rounding error of the factor gives no NaN.
-      pairs[j] = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
-    }
-    *reinterpret_cast<uint2*>(to + i) = packed;
-  }
-}
-
 int32_t check_rows(int32_t rows, int32_t width) {
   BATON_REQUIRE(rows >= 0, "rows is %d; expected 0 or more", rows);
   BATON_REQUIRE(width > 0 && width % 8 == 0, "width is %d; expected multiples of 8", width);
@@ -183,7 +145,6 @@ int32_t load_rows() {
     BATON_TRY(load(silu_mul_kernel<T>));
     return load(gather_kernel<T>);
   };
-  BATON_TRY(load(quantize_kernel));
   BATON_TRY(all(float()));
   return all(bf16());
 }
@@ -249,18 +210,5 @@ BATON_API int32_t baton_gather_rows(int32_t dtype, const void* x, const int32_t*
       return launch("gather rows", gather_kernel<T>, row_grid(rows, width), dim3(FLAT), 0, as_stream(stream),
                     static_cast<const T*>(x), indices, static_cast<T*>(out), width);
     });
-  });
-}
-
-BATON_API int32_t baton_quantize_rows(const void* x, int64_t x_stride, void* out, float* scales, int32_t rows,
-                                      int32_t width, void* stream) {
-  return guarded([&] {
-    BATON_TRY(check_rows(rows, width));
-    BATON_REQUIRE(x && out && scales, "x, out or scales is null");
-    BATON_REQUIRE(x_stride >= width && x_stride % 8 == 0, "x_stride is %lld; expected multiples of 8 from the width, %d, on",
-                  static_cast<long long>(x_stride), width);
-    if (rows == 0) return static_cast<int32_t>(BATON_OK);
-    return launch("quantize rows", quantize_kernel, dim3(rows), dim3(FLAT), 0, as_stream(stream),
-                  static_cast<const bf16*>(x), x_stride, static_cast<__nv_fp8_storage_t*>(out), scales, width);
   });
 }

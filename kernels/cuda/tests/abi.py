@@ -45,11 +45,13 @@ SampleResult = struct("SampleResult", status=I32, token=I32, slot=I32, position=
 TokenLogprob = struct("TokenLogprob", token=I32, logprob=F32)
 SampleArgs = struct("SampleArgs", logits=P, logit_stride=I64, masks=P, results=P, top=P, scratch=P,
                     scratch_bytes=U64, vocabulary=I32, samples=I32, needs=I32, verifies=I32)
-SkinnyArgs = struct("SkinnyArgs", weight=P, weight_scales=P, x=P, x_stride=I64, squares=P, bias=P, out=P, out_stride=I64, residual=P,
+QuantizeArgs = struct("QuantizeArgs", x=P, x_stride=I64, residual=P, norm=P, mirror=P, out=P, scales=P, eps=F32, source=I32,
+                      rows=I32, width=I32, parts=I32, reserved=I32)
+SkinnyArgs = struct("SkinnyArgs", weight=P, weight_scales=P, x=P, x_scales=P, x_stride=I64, squares=P, bias=P, out=P, out_stride=I64, residual=P,
                     mirror=P, next_norm=P, squares_out=P, k=P, v=P, stride_block=I64, stride_head=I64,
                     stride_token=I64, frequencies=P, positions=P, destinations=P, eps=F32, rows=I32, n=I32, depth=I32,
                     epilogue=I32, query_heads=I32, kv_heads=I32, head_dim=I32, grid=I32, tile=I32, pdl=I32,
-                    squares_count=I32, weight_block=I32, reserved=I32)
+                    squares_count=I32, weight_block=I32, parts=I32)
 DecodeArgs = struct("DecodeArgs", q=P, q_stride=I64, k=P, v=P, stride_block=I64, stride_head=I64, stride_token=I64,
                     pages=P, page_indptr=P, kv_len=P, out=P, out_stride=I64, partial=P, counters=P, rows=I32,
                     kv_heads=I32, group=I32, head_dim=I32, window=I32, scale=F32, sms=I32, pdl=I32, tokens=I32,
@@ -70,7 +72,7 @@ ExpertGemmArgs = struct("ExpertGemmArgs", weight=P, weight_stride=I64, x=P, x_st
 CombineArgs = struct("CombineArgs", outputs=P, weights=P, residual=P, norm=P, out=P, shared=P, shared_router=P, x=P,
                      x_stride=I64, eps=F32, count=I32, rows=I32, width=I32)
 NEEDS_DRAW, NEEDS_CUT, NEEDS_LOGPROBS, NEEDS_PENALTIES, NEEDS_RULES, NEEDS_ALL = 1, 2, 4, 8, 16, 31
-STRUCTS = [Kv, RopeArgs, Sampling, Slot, Pool, PlanHeader, PlanSequence, PlanAdmission, PlanRun, Step, Shape, Batch,
+STRUCTS = [QuantizeArgs, Kv, RopeArgs, Sampling, Slot, Pool, PlanHeader, PlanSequence, PlanAdmission, PlanRun, Step, Shape, Batch,
            Workspace, AttentionPlan, SampleResult, TokenLogprob, SampleArgs, SkinnyArgs, DecodeArgs, Group,
            AllReduceArgs, GatherArgs, RouteArgs, ExpertGemmArgs, CombineArgs]
 
@@ -80,6 +82,7 @@ ARGUMENTS = {
     "rms_norm": [I32, P, P, F32, P, I32, I32],
     "add_rms_norm": [I32, P, P, P, F32, P, I32, I32],
     "silu_mul": [I32, P, P, I32, I32],
+    "quantize": [P],
     "gather_rows": [I32, P, P, P, I32, I32],
     "rope_store_kv": [P, P],
     "step_prepare": [P, P, P, I32, I32, I32, I32],

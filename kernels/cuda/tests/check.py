@@ -639,6 +639,7 @@ def check_errors():
     skinny(1, "out_stride is 63; expected 64 or more", out_stride=63)
     skinny(1, "tile is 24", tile=24)
     skinny(1, "weight_block is 64; expected 0, or 128 with scales", weight_block=64)
+    skinny(1, "parts is 1; expected 0, or 1 or 2 with scales of the weight's rows", parts=1)
     skinny(1, "residual is null", epilogue=1)
     skinny(2, "head_dim is 24", epilogue=4, head_dim=24, n=72, query_heads=1, kv_heads=1)
     skinny(1, "n is 64; 1 and twice 1 heads of 16 make 48", epilogue=4, head_dim=16, query_heads=1, kv_heads=1)

@@ -8,6 +8,7 @@
 mod all_reduce;
 mod quantize;
 
+use quantize::{QUANTIZED_ROWS_MIN, QuantizedRows};
 use std::{
     cell::Cell,
     path::Path,
@@ -99,14 +100,8 @@ pub struct CudaBackend {
     quantized_sizes: Cell<(usize, usize)>,
     /// `Some` once placed, with weights in FP8.
     quantized: Option<QuantizedRows>,
-}
-
-/// The quantized input of a GEMM in FP8.
-pub(super) struct QuantizedRows {
-    /// FP8 `[rows][width]`.
-    pub data: Range,
-    /// f32 `[rows]`.
-    pub scales: Range,
+    /// Whether the model has experts.
+    pub(super) has_experts: Cell<bool>,
 }
 
 impl CudaBackend {
@@ -175,6 +170,7 @@ impl CudaBackend {
             group: None,
             quantized_sizes: Cell::default(),
             quantized: None,
+            has_experts: Cell::new(false),
         })
     }
 
@@ -200,7 +196,8 @@ impl CudaBackend {
             let bytes = elements.next_multiple_of(ALIGNMENT) + scales_bytes;
             let memory = DeviceMemory::new(&self.context, "the quantized activations", bytes)?;
             let data = memory.cut(elements)?;
-            self.quantized = Some(QuantizedRows { data, scales: memory.cut(scales_bytes)? });
+            let scales = memory.cut(scales_bytes)?;
+            self.quantized = Some(QuantizedRows { data, scales, turn: Cell::default() });
         }
         self.is_placed = true;
         *self.uploads() = Some(Uploads::new(&self.context, ReaderShare::All)?);
@@ -332,8 +329,10 @@ impl CudaBackend {
         let bytes = bytes.expect("a buffer fits the address space");
         let data = self.cut(&self.activations, bytes);
         let (elements, rows) = self.quantized_sizes.get();
-        self.quantized_sizes.set((elements.max(rows_max * width), rows.max(rows_max)));
-        CudaBuffer { data, rows_max, width, stride, dtype, pending: Cell::new(None) }
+        let quantized_rows = rows_max.max(QUANTIZED_ROWS_MIN);
+        self.quantized_sizes.set((elements.max(quantized_rows * width), rows.max(rows_max)));
+        let (pending, quantized) = (Cell::new(None), Cell::new(None));
+        CudaBuffer { data, rows_max, width, stride, dtype, pending, quantized }
     }
 }
 
@@ -432,7 +431,10 @@ impl Backend for CudaBackend {
     ) {
         assert!(x.width == weight.len && out.width == weight.len, "rms_norm: widths differ");
         wide(x);
-        out.pending.set(None);
+        if self.quantize_norm(rows, (x, None), (weight, eps), out) {
+            return;
+        }
+        out.forget();
         let (from, to) = (x.data.part(0, x.bytes(rows)), out.data.part(0, out.bytes(rows)));
         let (dtype, rows, width) = (dtype_code(out.dtype), rows as i32, weight.len as i32);
         self.run(|library, stream| {
@@ -460,7 +462,10 @@ impl Backend for CudaBackend {
         );
         wide(residual);
         assert_eq!(x.dtype, out.dtype, "add_rms_norm: types of addend and output differ");
-        out.pending.set(None);
+        if self.quantize_norm(rows, (residual, Some(x)), (weight, eps), out) {
+            return;
+        }
+        out.forget();
         let sum = residual.data.part(0, residual.bytes(rows));
         let (from, to) = (x.data.part(0, x.bytes(rows)), out.data.part(0, out.bytes(rows)));
         let (dtype, rows, width) = (dtype_code(out.dtype), rows as i32, width as i32);
@@ -485,6 +490,7 @@ impl Backend for CudaBackend {
         assert_eq!(x.width, w.cols, "matmul: input width and matrix columns differ");
         assert_eq!(out.width, w.rows, "matmul: output width and matrix rows differ");
         assert_eq!(x.dtype, w.dtype, "matmul: types of input and matrix differ");
+        assert!(w.scales.is_some() || x.is_mirrored(), "matmul: the rows are only in FP8");
         if self.is_faulty() {
             return;
         }
@@ -494,8 +500,11 @@ impl Backend for CudaBackend {
             if self.skinny_matmul(rows, (x, w), out) {
                 return;
             }
-            self.finish_rows(rows, x);
+            if w.scales.is_none() {
+                self.finish_rows(rows, x);
+            }
         }
+        out.forget();
         let shape = GemmShape {
             rows,
             inputs: w.cols,
@@ -509,8 +518,8 @@ impl Backend for CudaBackend {
         let outcome = match &w.scales {
             None => self.gemm.run(shape, &x.data, &w.data, &out.data, &self.compute),
             Some(scales) => {
+                self.quantized(rows, x, 1);
                 let quantized = self.quantized.as_ref().expect("placed with the weights");
-                self.quantize_rows(rows, x, quantized);
                 let x = (&quantized.data, &quantized.scales);
                 self.gemm.run_fp8(shape.with_fp8(), x, (&w.data, scales), &out.data, &self.compute)
             }
@@ -604,6 +613,10 @@ impl Backend for CudaBackend {
         let width = out.width;
         assert_eq!(gate_up.width, 2 * width, "silu_mul: gate and up have the output's width");
         assert_eq!(gate_up.dtype, out.dtype, "silu_mul: types differ");
+        if self.quantize_gated(rows, gate_up, out) {
+            return;
+        }
+        out.forget();
         let from = gate_up.data.part(0, gate_up.bytes(rows));
         let to = out.data.part(0, out.bytes(rows));
         let (dtype, rows, width) = (dtype_code(out.dtype), rows as i32, width as i32);

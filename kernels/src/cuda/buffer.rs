@@ -59,6 +59,20 @@ pub struct CudaBuffer {
     pub(super) dtype: Dtype,
     /// The deferred norm of the rows, if any.
     pub(super) pending: Cell<Option<DeferredNorm>>,
+    /// The backend's quantized rows that are rows of this buffer, if any.
+    pub(super) quantized: Cell<Option<QuantizedAs>>,
+}
+
+/// Identifies rows that the backend has quantized. They are overwritten when the backend quantizes
+/// others.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct QuantizedAs {
+    /// Number of quantizations before this one.
+    pub turn: u64,
+    /// FP8 numbers whose sum is an element.
+    pub parts: usize,
+    /// Whether the buffer has the rows in bf16 too, or can compute them from a deferred norm.
+    pub is_mirrored: bool,
 }
 
 /// A deferred RMS norm: each row of a buffer is still to be divided by the root of the mean of its
@@ -90,6 +104,17 @@ impl CudaBuffer {
 
     pub fn dtype(&self) -> Dtype {
         self.dtype
+    }
+
+    /// Forgets what was known of the rows, before they are overwritten.
+    pub(super) fn forget(&self) {
+        self.pending.set(None);
+        self.quantized.set(None);
+    }
+
+    /// Returns whether the rows are, or can be, in the buffer itself.
+    pub(super) fn is_mirrored(&self) -> bool {
+        self.quantized.get().is_none_or(|quantized| quantized.is_mirrored)
     }
 
     /// Returns the address of the first `rows` rows, and the elements from one row to the next.

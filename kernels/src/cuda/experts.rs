@@ -152,6 +152,7 @@ struct Inputs {
 impl CudaBackend {
     /// Creates the intermediate values of a mixture.
     pub(super) fn place_experts(&self, rows_max: usize, shape: ExpertShape) -> CudaExperts {
+        self.has_experts.set(true);
         let assignments = rows_max * shape.chosen;
         let cut = |bytes| self.cut_activations(bytes);
         let floats = |count: usize| cut(count * size_of::<f32>());
@@ -284,7 +285,7 @@ impl CudaBackend {
         let width = buffers.shape.hidden;
         assert!(out.width == width && out.stride == width, "experts: the width of the output");
         assert_eq!(out.dtype, Dtype::Bf16, "experts: the type of the output");
-        out.pending.set(None);
+        out.forget();
         let router = weights.shared.as_ref().and_then(|shared| shared.router);
         assert!(
             router.is_none_or(|router| (router.rows, router.cols) == (1, width)
@@ -390,7 +391,7 @@ impl CudaBackend {
         if !is_fp8 {
             return Inputs { x: x.rows_of(rows).0, x_stride: x.stride, scales: 0, parts: 0 };
         }
-        let quantized = self.quantize_for_experts(rows, x);
+        let quantized = self.quantized(rows, x, 1);
         let (x_address, scales) = (quantized.data.address(), quantized.scales.address());
         Inputs { x: x_address, x_stride: x.width, scales, parts: 1 }
     }

@@ -10,7 +10,7 @@ use cudarc::driver::sys::CUdeviceptr;
 use crate::layout::Dtype;
 
 /// `BATON_ABI_VERSION`.
-pub(super) const ABI_VERSION: i32 = 10;
+pub(super) const ABI_VERSION: i32 = 11;
 /// `BATON_INVALID`.
 pub(super) const INVALID: i32 = 1;
 /// `BATON_UNSUPPORTED`.
@@ -57,6 +57,11 @@ pub(super) const SKINNY_SILU: i32 = 2;
 pub(super) const SKINNY_F32: i32 = 3;
 pub(super) const SKINNY_QKV: i32 = 4;
 
+/// `baton_quantize_source`.
+pub(super) const QUANTIZE_ROWS: i32 = 0;
+pub(super) const QUANTIZE_NORM: i32 = 1;
+pub(super) const QUANTIZE_SILU: i32 = 2;
+
 /// `baton_attention_kind`.
 pub(super) const ATTENTION_AUTO: i32 = 0;
 pub(super) const ATTENTION_PLAIN: i32 = 1;
@@ -84,11 +89,28 @@ macro_rules! structs {
         )*
 
         /// Sizes in bytes of the structs, in order.
-        pub(super) const STRUCT_BYTES: [usize; 25] = [$(size_of::<$name>()),*];
+        pub(super) const STRUCT_BYTES: [usize; 26] = [$(size_of::<$name>()),*];
     };
 }
 
 structs! {
+    #[derive(Default)]
+    pub struct QuantizeArgs {
+        pub x: Address,
+        pub x_stride: i64,
+        pub residual: Address,
+        pub norm: Address,
+        pub mirror: Address,
+        pub out: Address,
+        pub scales: Address,
+        pub eps: f32,
+        pub source: i32,
+        pub rows: i32,
+        pub width: i32,
+        pub parts: i32,
+        pub reserved: i32,
+    }
+
     pub struct Kv {
         pub base: Address,
         pub block_elements: i64,
@@ -292,6 +314,7 @@ structs! {
         pub weight: Address,
         pub weight_scales: Address,
         pub x: Address,
+        pub x_scales: Address,
         pub x_stride: i64,
         pub squares: Address,
         pub bias: Address,
@@ -322,7 +345,7 @@ structs! {
         pub pdl: i32,
         pub squares_count: i32,
         pub weight_block: i32,
-        pub reserved: i32,
+        pub parts: i32,
     }
 
     #[derive(Default)]
@@ -497,7 +520,7 @@ functions! {
     baton_rms_norm: fn(i32, Address, Address, f32, Address, i32, i32, RawStream) -> i32;
     baton_add_rms_norm:
         fn(i32, Address, Address, Address, f32, Address, i32, i32, RawStream) -> i32;
-    baton_quantize_rows: fn(Address, i64, Address, Address, i32, i32, RawStream) -> i32;
+    baton_quantize: fn(*const QuantizeArgs, RawStream) -> i32;
     baton_silu_mul: fn(i32, Address, Address, i32, i32, RawStream) -> i32;
     baton_gather_rows: fn(i32, Address, Address, Address, i32, i32, RawStream) -> i32;
     baton_rope_store_kv: fn(*const Kv, *const RopeArgs, RawStream) -> i32;

@@ -236,10 +236,10 @@ impl CudaBackend {
                 args.head_dim = shape.head_dim as i32;
             }
         }
-        let functions = self.library().functions();
-        // SAFETY: the function only reads its arguments.
-        let tile = unsafe { (functions.baton_skinny_gemm_tile)(&args) };
-        let tile = usize::try_from(tile).ok().filter(|tile| *tile > 0)?;
+        let in_fp8 = w.scales.as_ref().and_then(|_| self.quantized_args(rows, x, &args));
+        let args = in_fp8.unwrap_or(args);
+        let tile = self.tile_of(&args)?;
+        out.forget();
         self.run(|library, stream| {
             // SAFETY: operands and output have the step's rows and the matrix's sizes, as checked
             // above; the partial sums have room for the smallest tile; the step's KV destinations
@@ -247,5 +247,29 @@ impl CudaBackend {
             unsafe { launch!(library, stream, baton_skinny_gemm(&args)) }
         });
         Some(tile)
+    }
+
+    /// Returns the weight rows per tile of a skinny GEMM, or `None` without a kernel for it.
+    fn tile_of(&self, args: &ffi::SkinnyGemmArgs) -> Option<usize> {
+        // SAFETY: the function only reads its arguments.
+        let tile = unsafe { (self.library().functions().baton_skinny_gemm_tile)(args) };
+        usize::try_from(tile).ok().filter(|tile| *tile > 0)
+    }
+
+    /// Returns the arguments of a GEMM that takes the rows of `x` in FP8, where there is such a
+    /// kernel, and quantizes the rows.
+    fn quantized_args(
+        &self,
+        rows: usize,
+        x: &CudaBuffer,
+        args: &ffi::SkinnyGemmArgs,
+    ) -> Option<ffi::SkinnyGemmArgs> {
+        let parts = self.parts_of(rows)?;
+        let (parts, x_stride) = (parts as i32, x.width as i64);
+        let args = ffi::SkinnyGemmArgs { parts, x_stride, squares: 0, ..*args };
+        self.tile_of(&args)?;
+        let quantized = self.quantized(rows, x, parts as usize);
+        let (x, x_scales) = (quantized.data.address(), quantized.scales.address());
+        Some(ffi::SkinnyGemmArgs { x, x_scales, ..args })
     }
 }

@@ -70,6 +70,7 @@ impl CudaBackend {
     pub fn read(&self, buffer: &CudaBuffer, rows: usize) -> Result<Vec<f32>, CudaError> {
         self.check()?;
         assert_eq!(buffer.pending.get(), None, "cannot read rows with a deferred norm");
+        assert!(buffer.is_mirrored(), "cannot read rows that are only in FP8");
         self.compute().synchronize()?;
         let count = buffer.bytes(rows) / buffer.dtype.bytes();
         let values = match buffer.dtype {

@@ -1,35 +1,186 @@
 //! Rows quantized to FP8, the inputs of FP8 GEMMs.
 
-use super::{CudaBackend, QuantizedRows};
-use crate::cuda::{buffer::CudaBuffer, library::KernelLibrary};
+use std::cell::Cell;
+
+use super::{CudaBackend, wide};
+use crate::{
+    cuda::{
+        buffer::{CudaBuffer, CudaVector, DeferredNorm, QuantizedAs},
+        ffi,
+        library::KernelLibrary,
+        memory::Range,
+    },
+    layout::{Dtype, WeightFormat},
+};
+
+/// Maximum rows that are quantized to two parts, which keep the precision of bf16.
+const SPLIT_ROWS_MAX: usize = 32;
+/// Maximum rows that are always written in bf16 too. More rows are written in bf16 only for the
+/// router of experts.
+const MIRRORED_ROWS_MAX: usize = 256;
+/// Quantized rows for which there is memory, for each row of up to [`SPLIT_ROWS_MAX`].
+pub(super) const QUANTIZED_ROWS_MIN: usize = 2 * SPLIT_ROWS_MAX;
+
+/// The quantized input of a GEMM in FP8. The next quantization overwrites it.
+pub(in crate::cuda) struct QuantizedRows {
+    /// FP8 `[rows][width]`, or two parts of each row.
+    pub data: Range,
+    /// f32 `[rows]`.
+    pub scales: Range,
+    /// Number of quantizations so far.
+    pub turn: Cell<u64>,
+}
+
+/// Source of rows that are quantized.
+#[derive(Clone, Copy)]
+enum Source<'a> {
+    Rows(&'a CudaBuffer),
+    /// The rows after their deferred norm.
+    Deferred(DeferredNorm),
+    /// The RMS norm of the residual stream, after the addition of `delta`.
+    Norm {
+        residual: &'a CudaBuffer,
+        delta: Option<&'a CudaBuffer>,
+        norm: (&'a CudaVector, f32),
+    },
+    /// SiLU(gate)·up.
+    Gated(&'a CudaBuffer),
+}
 
 impl CudaBackend {
-    /// Quantizes rows of `x` to FP8, for experts.
-    pub(in crate::cuda) fn quantize_for_experts(
+    /// Returns the parts in which GEMMs take this many rows, or `None` if in bf16.
+    pub(in crate::cuda) fn parts_of(&self, rows: usize) -> Option<usize> {
+        let is_quantized = self.options.weights == WeightFormat::Fp8 && self.options.fused;
+        is_quantized.then_some(if rows <= SPLIT_ROWS_MAX { 2 } else { 1 })
+    }
+
+    /// Returns rows of `x` in FP8, and quantizes them unless the kernel that produced them has.
+    pub(in crate::cuda) fn quantized(
         &self,
         rows: usize,
         x: &CudaBuffer,
+        parts: usize,
     ) -> &QuantizedRows {
-        let quantized = self.quantized.as_ref().expect("placed with the weights");
-        self.quantize_rows(rows, x, quantized);
-        quantized
+        let to = self.quantized.as_ref().expect("placed with the weights");
+        let produced = |it: QuantizedAs| (it.turn, it.parts) == (to.turn.get(), parts);
+        if x.quantized.get().is_some_and(produced) {
+            return to;
+        }
+        assert!(x.is_mirrored(), "quantized rows were overwritten before they were used");
+        if let Some(norm) = x.pending.take() {
+            let turn = self.quantize(rows, Source::Deferred(norm), x.width, Some(x), parts);
+            x.quantized.set(Some(QuantizedAs { turn, parts, is_mirrored: true }));
+        } else {
+            self.quantize(rows, Source::Rows(x), x.width, None, parts);
+        }
+        to
     }
 
-    /// Quantizes rows of `x` to FP8.
-    pub(super) fn quantize_rows(&self, rows: usize, x: &CudaBuffer, to: &QuantizedRows) {
-        let from = x.data.part(0, x.bytes(rows));
-        let data = to.data.part(0, rows * x.width);
-        let scales = to.scales.part(0, rows * size_of::<f32>());
-        let (stride, rows, width) = (x.stride as i64, rows as i32, x.width as i32);
-        self.run(|library, stream| {
-            // SAFETY: the three ranges have the sizes checked above.
-            unsafe {
-                launch!(
-                    library,
-                    stream,
-                    baton_quantize_rows(from, stride, data, scales, rows, width)
-                )
+    /// Computes the RMS norm of the residual stream, after the addition of `delta`, in bf16 and in
+    /// the format of the GEMMs. Returns false when nothing was launched.
+    pub(in crate::cuda) fn quantize_norm(
+        &self,
+        rows: usize,
+        (residual, delta): (&CudaBuffer, Option<&CudaBuffer>),
+        norm: (&CudaVector, f32),
+        out: &CudaBuffer,
+    ) -> bool {
+        wide(residual);
+        let source = Source::Norm { residual, delta, norm };
+        let is_mirrored = rows <= MIRRORED_ROWS_MAX || self.has_experts.get();
+        if !self.quantize_into(rows, source, out, is_mirrored) {
+            return false;
+        }
+        if !is_mirrored {
+            let (residual, (norm, eps)) = (residual.data.address(), norm);
+            let norm = norm.data.address();
+            out.pending.set(Some(DeferredNorm { count: 0, eps, residual, norm }));
+        }
+        true
+    }
+
+    /// Computes SiLU(gate)·up in bf16 and in the format of the GEMMs. Returns false when nothing
+    /// was launched.
+    pub(super) fn quantize_gated(
+        &self,
+        rows: usize,
+        gate_up: &CudaBuffer,
+        out: &CudaBuffer,
+    ) -> bool {
+        self.quantize_into(rows, Source::Gated(gate_up), out, rows <= MIRRORED_ROWS_MAX)
+    }
+
+    fn quantize_into(
+        &self,
+        rows: usize,
+        source: Source<'_>,
+        out: &CudaBuffer,
+        is_mirrored: bool,
+    ) -> bool {
+        let Some(parts) = self.parts_of(rows) else { return false };
+        if out.dtype != Dtype::Bf16 || out.stride != out.width {
+            return false;
+        }
+        out.forget();
+        let mirror = is_mirrored.then_some(out);
+        let turn = self.quantize(rows, source, out.width, mirror, parts);
+        let is_mirrored = is_mirrored || matches!(source, Source::Norm { .. });
+        out.quantized.set(Some(QuantizedAs { turn, parts, is_mirrored }));
+        true
+    }
+
+    /// Quantizes rows, and writes them to `mirror` in bf16. Returns the number of quantizations.
+    fn quantize(
+        &self,
+        rows: usize,
+        source: Source<'_>,
+        width: usize,
+        mirror: Option<&CudaBuffer>,
+        parts: usize,
+    ) -> u64 {
+        let to = self.quantized.as_ref().expect("placed with the weights");
+        let stored = if parts == 2 { rows.next_multiple_of(8) * parts } else { rows };
+        let mut args = ffi::QuantizeArgs {
+            mirror: mirror.map_or(0, |mirror| mirror.data.part(0, mirror.bytes(rows))),
+            out: to.data.part(0, stored * width),
+            scales: to.scales.part(0, rows * size_of::<f32>()),
+            rows: rows as i32,
+            width: width as i32,
+            parts: parts as i32,
+            ..ffi::QuantizeArgs::default()
+        };
+        match source {
+            Source::Rows(x) => {
+                assert_eq!(x.width, width, "quantize: widths differ");
+                args.source = ffi::QUANTIZE_ROWS;
+                (args.x, args.x_stride) = x.rows_of(rows);
             }
+            Source::Deferred(DeferredNorm { eps, residual, norm, .. }) => {
+                args.source = ffi::QUANTIZE_NORM;
+                (args.residual, args.norm, args.eps) = (residual, norm, eps);
+            }
+            Source::Gated(x) => {
+                assert_eq!(x.width, 2 * width, "quantize: gate and up have the output's width");
+                args.source = ffi::QUANTIZE_SILU;
+                (args.x, args.x_stride) = x.rows_of(rows);
+            }
+            Source::Norm { residual, delta, norm: (norm, eps) } => {
+                assert!(residual.width == width && norm.len == width, "quantize: widths differ");
+                args.source = ffi::QUANTIZE_NORM;
+                args.residual = residual.rows_of(rows).0;
+                if let Some(delta) = delta {
+                    assert_eq!(delta.width, width, "quantize: widths differ");
+                    (args.x, args.x_stride) = delta.rows_of(rows);
+                }
+                (args.norm, args.eps) = (norm.data.address(), eps);
+            }
+        }
+        self.run(|library, stream| {
+            // SAFETY: all ranges have the rows and widths checked above. Those of a deferred norm have
+            // the rows and the width of the buffer.
+            unsafe { launch!(library, stream, baton_quantize(&args)) }
         });
+        to.turn.set(to.turn.get() + 1);
+        to.turn.get()
     }
 }
