@@ -68,11 +68,12 @@ impl Outgoing<'_> {
     }
 
     /// Handles answers until the outbox is closed. Breaks the connection on failure, and if the
-    /// oldest chunk in flight has had no answer for a lease. `handle` gets the answers of one
+    /// oldest chunk in flight has had no answer for `time_out`. `handle` gets the answers of one
     /// transport.
     pub(crate) fn take_answers(
         &self,
         mut answers: Messages,
+        time_out: Duration,
         mut handle: impl FnMut(Message) -> Result<(), String>,
     ) {
         loop {
@@ -82,9 +83,10 @@ impl Outgoing<'_> {
                 Ok(Polled::End) => Err("the peer closed the connection".to_owned()),
                 Ok(Polled::Nothing) if self.outbox.is_closed() => return,
                 Ok(Polled::Nothing) => match self.outbox.oldest() {
-                    Some(since) if since.elapsed() >= LEASE => {
-                        Err(format!("received no answer to a chunk for {} s", LEASE.as_secs()))
-                    }
+                    Some(since) if since.elapsed() >= time_out => Err(format!(
+                        "received no answer to a chunk for {} ms",
+                        time_out.as_millis()
+                    )),
                     _ => Ok(()),
                 },
                 Err(error) => Err(error.to_string()),

@@ -41,7 +41,7 @@ use super::{
     message::{Message, Messages},
     stream::POLL,
 };
-use crate::{transfer_kind::TransferKind, transport::ChunkId};
+use crate::{config::LEASE, transfer_kind::TransferKind, transport::ChunkId};
 
 /// Maximum number of lent chunks that the receiver has not answered. With several chunks, the
 /// receiver always has a next chunk to copy.
@@ -74,7 +74,7 @@ pub(super) fn lend_chunks(
     shared.metrics.set_path(peer, TransferKind::Ipc);
     thread::scope(|scope| {
         thread::Builder::new().name("kv-data-answers".to_owned()).spawn_scoped(scope, || {
-            outgoing.take_answers(answers, |message| match message {
+            outgoing.take_answers(answers, LEASE, |message| match message {
                 Message::Pulled { chunk } => {
                     outgoing.report(chunk, outbox.answered(chunk)?);
                     Ok(())

@@ -39,8 +39,13 @@ const JOIN_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time-out of one poll of the connection while the ranks join.
 const JOIN_POLL: Duration = Duration::from_millis(1);
 
+/// Time-out of a chunk: shorter than a lease, because an abort takes 0.51 s. NCCL's proxy thread
+/// looks for the abort every 0.5 s, and freeing its memory takes 10 ms. So the blocks are free half
+/// a second after the lease at the latest.
+const CHUNK_TIMEOUT: Duration = LEASE.saturating_sub(Duration::from_millis(100));
+
 /// Waits for the end of an operation and returns its blocks. Fails when the connection `is_over`,
-/// and with `late` after a lease.
+/// and with `late` after [`CHUNK_TIMEOUT`].
 fn complete<B>(
     mut moving: Box<dyn TransferInFlight<B>>,
     is_over: impl Fn() -> bool,
@@ -48,7 +53,8 @@ fn complete<B>(
 ) -> Result<Vec<B>, String> {
     let hopeless = |waited| match is_over() {
         true => Some("the data connection has closed".to_owned()),
-        false => (waited >= LEASE).then(|| format!("{late} for {} s", LEASE.as_secs())),
+        false => (waited >= CHUNK_TIMEOUT)
+            .then(|| format!("{late} for {} ms", CHUNK_TIMEOUT.as_millis())),
     };
     until_done(&mut *moving, hopeless)?;
     moving.finish()

@@ -20,7 +20,7 @@ use super::{
         message::{Message, Messages, Polled},
         stream::POLL,
     },
-    IN_FLIGHT_MAX, JOIN_POLL, JOIN_TIMEOUT, abort, complete,
+    CHUNK_TIMEOUT, IN_FLIGHT_MAX, JOIN_POLL, JOIN_TIMEOUT, abort, complete,
 };
 use crate::{config::LEASE, transfer_kind::TransferKind, transport::ChunkId};
 
@@ -75,7 +75,7 @@ pub(in crate::data) fn send_chunks(
         let named = |name: &str| thread::Builder::new().name(name.to_owned());
         let channel = &*channel;
         named("kv-data-answers").spawn_scoped(scope, move || {
-            outgoing.take_answers(answers, |message| match message {
+            outgoing.take_answers(answers, CHUNK_TIMEOUT, |message| match message {
                 Message::Go { chunk, runs } => {
                     let blocks = outbox.take_lent(chunk).ok_or_else(|| {
                         format!("protocol error: Go for unannounced chunk {}", chunk.index)
