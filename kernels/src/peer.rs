@@ -115,6 +115,9 @@ pub trait PeerChannel: Send + Sync {
         blocks: Vec<BlockWrite>,
     ) -> Result<Box<dyn TransferInFlight<BlockWrite>>, String>;
 
+    /// Returns the rate of the probe transfer with which both ends joined, in bytes/s.
+    fn probed_rate(&self) -> u64;
+
     /// Aborts the channel and its operations. After `Ok` no copy is in flight; after an error
     /// copies may still be in flight.
     fn abort(&self) -> Result<(), String>;

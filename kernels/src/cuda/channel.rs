@@ -18,6 +18,7 @@ mod operations;
 mod watchdog;
 
 use std::{
+    path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering},
     time::{Duration, Instant},
 };
@@ -204,30 +205,6 @@ impl NcclChannels {
         Ok(pairs(layout, from_of, to_of))
     }
 
-    fn checked(&self, invitation: &Invitation, nccl: &Nccl) -> Result<(), String> {
-        let (theirs, ours) = (NcclVersion(invitation.version), nccl.version());
-        if theirs != ours {
-            return Err(format!(
-                "the peer has NCCL {theirs}; expected {ours} as here ({})",
-                nccl.path().display()
-            ));
-        }
-        let block_bytes = self.blocks.layout().block_bytes();
-        let compared = [
-            ("block size", invitation.block_bytes, block_bytes),
-            ("slot size", invitation.slot_bytes, SLOT_BYTES),
-            ("smallest run sent without staging", invitation.direct_bytes, DIRECT_BYTES),
-        ];
-        for (name, theirs, ours) in compared {
-            if theirs != ours as u64 {
-                return Err(format!(
-                    "the peer's {name} is {theirs} bytes; expected {ours} as here"
-                ));
-            }
-        }
-        Ok(())
-    }
-
     /// Joins all links in parallel: each one takes 0.1 s. If one fails, dropping the other links
     /// aborts them.
     fn join_links(
@@ -248,6 +225,30 @@ impl NcclChannels {
             NcclLink::join(own, &nccl, options, limit)
         })
     }
+}
+
+/// Fails with the difference if the two ends would launch different operations.
+fn check_compatible(
+    invitation: &Invitation,
+    (version, library): (NcclVersion, &Path),
+    block_bytes: usize,
+) -> Result<(), String> {
+    let theirs = NcclVersion(invitation.version);
+    if theirs != version {
+        let library = library.display();
+        return Err(format!("the peer has NCCL {theirs}; expected {version} as here ({library})"));
+    }
+    let compared = [
+        ("block size", invitation.block_bytes, block_bytes),
+        ("slot size", invitation.slot_bytes, SLOT_BYTES),
+        ("smallest run sent without staging", invitation.direct_bytes, DIRECT_BYTES),
+    ];
+    for (name, theirs, ours) in compared {
+        if theirs != ours as u64 {
+            return Err(format!("the peer's {name} is {theirs} bytes; expected {ours} as here"));
+        }
+    }
+    Ok(())
 }
 
 fn rank(end: ChannelEnd) -> u32 {
@@ -288,7 +289,8 @@ impl PeerChannels for NcclChannels {
     fn accept(&self, invitation: &[u8], max_ctas: Option<u32>) -> Result<Vec<u8>, String> {
         let nccl = self.opened()?;
         let invitation = Invitation::from_bytes(invitation)?;
-        self.checked(&invitation, &nccl)?;
+        let block_bytes = self.blocks.layout().block_bytes();
+        check_compatible(&invitation, (nccl.version(), nccl.path()), block_bytes)?;
         let uuids = self.uuids();
         let pairs = self.pairs(invitation.uuids.len(), uuids.len())?;
         for PartPair { from: (from, _), to: (to, _) } in &pairs {
@@ -385,6 +387,35 @@ mod tests {
                     assert_eq!(rows.are_whole(), parts == from.max(to));
                 }
             }
+        }
+    }
+
+    #[test]
+    fn peers_with_another_nccl_or_other_sizes_are_rejected() {
+        let same = Invitation {
+            version: 22809,
+            block_bytes: 4096,
+            slot_bytes: SLOT_BYTES as u64,
+            direct_bytes: DIRECT_BYTES as u64,
+            lanes: LANES,
+            max_ctas: None,
+            uuids: vec!["GPU-1".to_owned()],
+        };
+        let check = |invitation: &Invitation| {
+            let library = Path::new("/opt/libnccl.so.2");
+            check_compatible(invitation, (NcclVersion(22809), library), 4096)
+        };
+        assert_eq!(check(&same), Ok(()));
+        let error = check(&Invitation { version: 22705, ..same.clone() }).unwrap_err();
+        let words = "the peer has NCCL 2.27.5; expected 2.28.9 as here (/opt/libnccl.so.2)";
+        assert_eq!(error, words);
+        let error = check(&Invitation { block_bytes: 8192, ..same.clone() }).unwrap_err();
+        assert_eq!(error, "the peer's block size is 8192 bytes; expected 4096 as here");
+        for other in [
+            Invitation { slot_bytes: 1, ..same.clone() },
+            Invitation { direct_bytes: 1, ..same.clone() },
+        ] {
+            assert!(check(&other).is_err());
         }
     }
 

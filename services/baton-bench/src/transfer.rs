@@ -321,6 +321,7 @@ impl TransferNode {
                 verify: args.verify,
                 nccl_max_ctas: (args.ctas > 0).then_some(args.ctas),
                 tcp_connections: args.tcp_connections,
+                has_rdma: kv_transfer::has_rdma(),
             },
             host: kv_transfer::host_id(),
             tls: args.certificates.as_deref().map(cluster_tls).transpose()?,

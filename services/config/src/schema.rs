@@ -437,11 +437,11 @@ section! {
         control was "notice": SocketAddr = loopback(0),
             "Port 0 takes a free port, which peers learn from the router. Set a port behind a firewall.";
         /// Transport of KV: tcp; ipc (copy engines) between GPUs of one host; nccl (kernels on both
-        /// GPUs); or auto, the fastest that both nodes support within a host, and tcp between
-        /// hosts.
+        /// GPUs); or auto, the fastest that works: ipc within a host, nccl within a host or between
+        /// hosts with RDMA adapters, and otherwise tcp.
         transport: Transport = Transport::Auto,
-            "Between hosts KV goes by nccl if both nodes are set to it; NCCL does not encrypt. KV goes by tcp to a \
-             node that does not support the set transport; the log and metrics report this.";
+            "Between hosts without RDMA adapters KV goes by nccl only if both nodes are set to it; NCCL does not \
+             encrypt. KV goes by tcp to a node that does not support the set transport; the log and metrics report this.";
         /// Maximum number of CTAs, each on an SM of its own, that NCCL uses on each GPU for one
         /// pair of nodes.
         nccl_max_ctas was "nccl_blocks": u32 = 4,

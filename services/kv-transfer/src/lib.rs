@@ -40,6 +40,6 @@ pub use driver::EventSink;
 pub use metrics::{DATA_REFUSALS, MetricsReader, PeerMetrics, TransferMetrics};
 pub use shell::{Overloaded, ShutdownError, StartError, Transfers};
 pub use transfer_config::{
-    ClusterSecret, SecretTooShort, TransferConfig, TransportConfig, host_id,
+    ClusterSecret, SecretTooShort, TransferConfig, TransportConfig, has_rdma, host_id,
 };
 pub use transfer_kind::{TransferKind, TransportChoice};

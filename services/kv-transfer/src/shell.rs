@@ -330,7 +330,9 @@ fn offers(
             }
         }
     }
-    transfer_kind::offers(config.transport.choice, &can, config.host.as_deref())
+    let transport = &config.transport;
+    let host = config.host.as_deref();
+    transfer_kind::offers((transport.choice, transport.has_rdma), &can, host)
 }
 
 /// Name of the integrity method: xxh3-64 over the bytes of a chunk for `tcp`, the digest of its

@@ -1,6 +1,6 @@
 //! Configuration of the transfers of one node.
 
-use std::{fs, net::SocketAddr, sync::Arc};
+use std::{fs, net::SocketAddr, path::Path, sync::Arc};
 
 use credentials::{ClusterTls, Reloaded};
 use xxhash_rust::xxh3::xxh3_64;
@@ -30,7 +30,7 @@ pub struct TransferConfig {
     pub limits: TransferLimits,
     pub transport: TransportConfig,
     /// Id of this host ([`host_id`](crate::host_id)). `ipc` is offered only to peers with
-    /// the same id, and so is `nccl` unless it is the set transport.
+    /// the same id, and so is `nccl` unless it is the set transport or the host has RDMA adapters.
     pub host: Option<String>,
     /// Encrypts KV that is sent by `tcp`, if the cluster has certificates.
     pub tls: Option<Arc<Reloaded<ClusterTls>>>,
@@ -49,6 +49,10 @@ pub struct TransportConfig {
     /// Maximum number of `tcp` connections by which this node sends to one peer, 1 to
     /// [`TCP_CONNECTIONS_MAX`](crate::config::TCP_CONNECTIONS_MAX).
     pub tcp_connections: u32,
+    /// Whether this host has RDMA adapters ([`has_rdma`](crate::has_rdma)). Only then does
+    /// [`TransportChoice::Auto`] offer `nccl` to peers on other hosts: over sockets NCCL is slower
+    /// than `tcp`.
+    pub has_rdma: bool,
 }
 
 impl Default for TransportConfig {
@@ -58,8 +62,23 @@ impl Default for TransportConfig {
             verify: false,
             nccl_max_ctas: None,
             tcp_connections: 8,
+            has_rdma: false,
         }
     }
+}
+
+/// Folder of the device files of RDMA adapters.
+const RDMA_DEVICES: &str = "/dev/infiniband";
+
+/// Returns whether this process sees an RDMA adapter, whose device file is
+/// `/dev/infiniband/uverbs*`.
+pub fn has_rdma() -> bool {
+    has_adapter(Path::new(RDMA_DEVICES))
+}
+
+fn has_adapter(devices: &Path) -> bool {
+    let Ok(entries) = fs::read_dir(devices) else { return false };
+    entries.flatten().any(|entry| entry.file_name().as_encoded_bytes().starts_with(b"uverbs"))
 }
 
 /// Returns an id of this boot of the host, equal in all its containers; `None` if the system has no
@@ -72,6 +91,16 @@ pub fn host_id() -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rdma_adapters_have_device_files() {
+        let devices = tempfile::tempdir().unwrap();
+        assert!(!has_adapter(devices.path()) && !has_adapter(&devices.path().join("none")));
+        fs::write(devices.path().join("rdma_cm"), "").unwrap();
+        assert!(!has_adapter(devices.path()));
+        fs::write(devices.path().join("uverbs0"), "").unwrap();
+        assert!(has_adapter(devices.path()));
+    }
 
     #[test]
     fn host_id_is_stable() {

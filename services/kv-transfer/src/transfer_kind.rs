@@ -2,7 +2,7 @@
 //!
 //! Each node lists its transports in `HELLO`, best first. A transport that is offered only within
 //! one host is listed as `name@host`. Nodes on different hosts, and nodes that cannot tell their
-//! host, therefore share only `tcp`, and `nccl` if both are set to it.
+//! host, therefore share only `tcp`, and `nccl` if both offer it to other hosts.
 
 use std::fmt;
 
@@ -61,10 +61,10 @@ pub enum TransportChoice {
 const LOCAL: [TransferKind; 2] = [TransferKind::Ipc, TransferKind::Nccl];
 
 /// Returns the entries for `HELLO`, best first. `can` lists the supported transports other than
-/// `tcp`. Between hosts `nccl` is offered only if it is set: NCCL may find no fast network there,
-/// and does not encrypt.
+/// `tcp`. `nccl` is offered to other hosts if it is set, and by `auto` if this host has RDMA
+/// adapters.
 pub(crate) fn offers(
-    choice: TransportChoice,
+    (choice, has_rdma): (TransportChoice, bool),
     can: &[TransferKind],
     host: Option<&str>,
 ) -> Vec<String> {
@@ -76,9 +76,12 @@ pub(crate) fn offers(
         let offered = LOCAL.into_iter().filter(|kind| can.contains(kind));
         offered.filter(wanted).map(move |kind| kind.offer_within(host))
     };
-    let is_nccl_set = choice == TransportChoice::Only(TransferKind::Nccl);
+    let leaves_host = match choice {
+        TransportChoice::Auto => has_rdma,
+        TransportChoice::Only(only) => only == TransferKind::Nccl,
+    };
     let between_hosts =
-        (is_nccl_set && can.contains(&TransferKind::Nccl)).then_some(TransferKind::Nccl);
+        (leaves_host && can.contains(&TransferKind::Nccl)).then_some(TransferKind::Nccl);
     let anywhere = between_hosts.into_iter().chain([TransferKind::Tcp]);
     let anywhere = anywhere.map(|kind| kind.name().to_owned());
     host.into_iter().flat_map(local).chain(anywhere).collect()
@@ -91,11 +94,26 @@ mod tests {
     #[test]
     fn offers_follow_the_setting_and_the_supported_transports() {
         let (tcp, ipc, nccl) = (TransferKind::Tcp, TransferKind::Ipc, TransferKind::Nccl);
-        let offered = |choice, can: &[TransferKind], host| offers(choice, can, host).join(" ");
+        let offered = |choice, can: &[TransferKind], host| {
+            let auto_only = |has_rdma| offers((choice, has_rdma), can, host).join(" ");
+            match choice {
+                TransportChoice::Auto => auto_only(false),
+                // Adapters change nothing where a transport is set.
+                TransportChoice::Only(_) => {
+                    assert_eq!(auto_only(false), auto_only(true));
+                    auto_only(true)
+                }
+            }
+        };
         let here = Some("here");
         assert_eq!(offered(TransportChoice::Auto, &[nccl, ipc], here), "ipc@here nccl@here tcp");
         assert_eq!(offered(TransportChoice::Auto, &[], here), "tcp");
         assert_eq!(offered(TransportChoice::Auto, &[ipc], None), "tcp", "no host to compare");
+        let with_rdma =
+            |can: &[TransferKind], host| offers((TransportChoice::Auto, true), can, host).join(" ");
+        assert_eq!(with_rdma(&[nccl, ipc], here), "ipc@here nccl@here nccl tcp");
+        assert_eq!(with_rdma(&[nccl, ipc], None), "nccl tcp");
+        assert_eq!(with_rdma(&[ipc], here), "ipc@here tcp");
         assert_eq!(offered(TransportChoice::Only(tcp), &[ipc, nccl], here), "tcp");
         assert_eq!(offered(TransportChoice::Only(ipc), &[ipc, nccl], here), "ipc@here tcp");
         assert_eq!(offered(TransportChoice::Only(nccl), &[ipc, nccl], here), "nccl@here nccl tcp");

@@ -376,15 +376,16 @@ fn is_due(last: &mut Instant, now: Instant) -> bool {
 }
 
 /// Returns the GPU memory in bytes that the KV cache leaves free: `node.gpu_reserve`, and with
-/// transport `nccl` the memory of the pairs that connect in advance.
+/// transport `nccl`, which `auto` may choose between hosts with RDMA adapters, the memory of the
+/// pairs that connect in advance.
 fn reserve(config: &Config) -> u64 {
-    let of_pairs = match config.transfer.transport {
-        Transport::Nccl => {
-            PRECONNECTED_PAIRS_MAX as u64 * nccl_link_bytes(config.transfer.nccl_max_ctas)
-        }
-        Transport::Auto | Transport::Tcp | Transport::Ipc => 0,
+    let may_use_nccl = match config.transfer.transport {
+        Transport::Nccl => true,
+        Transport::Auto => kv_transfer::has_rdma(),
+        Transport::Tcp | Transport::Ipc => false,
     };
-    config.node.gpu_reserve.bytes() + of_pairs
+    let pairs = if may_use_nccl { PRECONNECTED_PAIRS_MAX as u64 } else { 0 };
+    config.node.gpu_reserve.bytes() + pairs * nccl_link_bytes(config.transfer.nccl_max_ctas)
 }
 
 /// Returns the SMs that decode steps leave to NCCL: those of one pair, because two transfers at a

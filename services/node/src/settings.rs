@@ -433,6 +433,7 @@ pub(crate) fn transfer_config(
         verify: transfer.verify,
         nccl_max_ctas: Some(transfer.nccl_max_ctas),
         tcp_connections: transfer.tcp_connections,
+        has_rdma: kv_transfer::has_rdma(),
     };
     Ok(TransferConfig {
         node_id: node_id.as_str().to_owned(),

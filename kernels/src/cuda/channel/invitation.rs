@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use crate::peer::EXPORT_BYTES_MAX;
 
 /// Prefix of both messages, with the version of their format.
-const MAGIC: [u8; 8] = *b"BATONNC6";
+const MAGIC: [u8; 8] = *b"BATONNC7";
 
 /// Largest number of communicators per link.
 pub(super) const LANES_MAX: usize = 2;
@@ -143,7 +143,7 @@ mod tests {
             assert!(rejected(&[&bytes[..], &[0]].concat()).contains("1 bytes too many"));
             let mut other = bytes.clone();
             other[0] = b'b';
-            assert!(rejected(&other).contains("begins with bATONNC6; expected BATONNC6"));
+            assert!(rejected(&other).contains("begins with bATONNC7; expected BATONNC7"));
             for lanes in [0, 3, usize::MAX] {
                 let message_of = rejected(&Invitation { lanes, ..invitation.clone() }.to_bytes());
                 assert_eq!(message_of, format!("invalid lanes: {lanes}; expected 1 to 2"));

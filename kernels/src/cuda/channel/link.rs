@@ -20,6 +20,7 @@ use super::{
         nccl::{Communicator, CommunicatorOptions, Nccl, NcclError, Piece, SendOrReceive},
         parallel::in_parallel,
         staging::{SlotRange, StagingMemory},
+        stream_progress::StreamMark,
     },
     PeerExchange, SLOT_BYTES, SLOTS,
     invitation::LANES_MAX,
@@ -113,6 +114,8 @@ pub(super) struct NcclLink {
     /// also started on the other.
     streams: Vec<Stream<PeerExchange>>,
     next: usize,
+    /// Rate of the fastest probe transfer, in bytes/s.
+    probed_rate: u64,
     /// Streams whose last work has no mark yet.
     unmarked: UnmarkedStreams,
     /// `None` once it was returned.
@@ -158,6 +161,7 @@ impl NcclLink {
             communicators,
             streams,
             next: 0,
+            probed_rate: 0,
             unmarked: UnmarkedStreams::default(),
             staging,
         };
@@ -172,8 +176,8 @@ impl NcclLink {
         Ok(link)
     }
 
-    /// Exchanges a few bytes over another communicator, which makes NCCL connect. No other thread
-    /// uses the link yet, so no shared lock is held while waiting for the peer.
+    /// Exchanges a few bytes over another communicator, which makes NCCL connect, and probes it. No
+    /// other thread uses the link yet, so no shared lock is held while waiting for the peer.
     ///
     /// [`LinkGpu::launching`] is not held either. So the peer may connect two channels in another
     /// order. This is safe: each exchange has its own stream with nothing after it, and its kernel
@@ -215,39 +219,59 @@ impl NcclLink {
         }
     }
 
-    /// Connects the last communicator on its stream. Sends to `launched` once the exchange is in
-    /// the stream.
+    /// Connects the last communicator on its stream, then sends a slot to the receiver and measures
+    /// the rate. Sends to `launched` once the first exchange is in the stream.
     fn connect(
         &mut self,
         peer: u32,
         limit: WaitLimit<'_>,
         launched: mpsc::Sender<()>,
     ) -> Result<(), String> {
+        let deadline = limit.deadline.min(Instant::now() + CONNECT_MAX);
+        let limit = WaitLimit { deadline, ..limit };
+        let part = |offset, bytes| Some((offset, bytes));
+        let (out, back) = (part(0, CONNECT_BYTES), part(CONNECT_BYTES, CONNECT_BYTES));
+        let mark = self.exchange_slots(peer, (out, back), limit)?;
+        // Fails only when the watchdog has aborted the link.
+        let _ = launched.send(());
+        await_mark(&mark, limit)?;
+        let (begin, slot) = (Instant::now(), part(0, SLOT_BYTES));
+        let probe = match self.own.end {
+            ChannelEnd::Sender => (slot, None),
+            ChannelEnd::Receiver => (None, slot),
+        };
+        let mark = self.exchange_slots(peer, probe, limit)?;
+        await_mark(&mark, limit)?;
+        let rate = (SLOT_BYTES as f64 / begin.elapsed().as_secs_f64()) as u64;
+        self.probed_rate = self.probed_rate.max(rate);
+        Ok(())
+    }
+
+    /// Launches a send and a receive of parts of the slots on the last communicator and marks the
+    /// end.
+    fn exchange_slots(
+        &mut self,
+        peer: u32,
+        (out, back): (Option<SlotRange>, Option<SlotRange>),
+        limit: WaitLimit<'_>,
+    ) -> Result<StreamMark, String> {
         let stream = self.streams.last().expect("the caller pushed a stream");
         let staging = self.staging.as_mut().expect(STAGING_LIVES);
-        let to_peer = |offset| SendOrReceive {
+        let part = |(offset, bytes)| SendOrReceive {
             peer,
-            piece: Piece::new(staging.memory(), offset, CONNECT_BYTES),
+            piece: Piece::new(staging.memory(), offset, bytes),
         };
-        let (out, back) = (to_peer(0), to_peer(CONNECT_BYTES));
+        let (sends, receives) = (out.map(part), back.map(part));
         staging.await_all(stream).map_err(message_of)?;
         {
             let mut communicators = locked(&self.communicators.made);
             let communicator =
                 communicators.last_mut().ok_or(NcclError::Ended).map_err(message_of)?;
-            communicator.exchange(&[out], &[back], stream, limit).map_err(message_of)?;
+            communicator
+                .exchange(sends.as_slice(), receives.as_slice(), stream, limit)
+                .map_err(message_of)?;
         }
-        // Fails only when the watchdog has aborted the link.
-        let _ = launched.send(());
-        let mark = staging.mark_lane(self.streams.len() - 1, stream).map_err(message_of)?;
-        let deadline = limit.deadline.min(Instant::now() + CONNECT_MAX);
-        while !mark.is_reached() {
-            if Instant::now() >= deadline || (limit.cancelled)() {
-                return Err("the peer did not connect in time".to_owned());
-            }
-            thread::sleep(Duration::from_micros(100));
-        }
-        Ok(())
+        staging.mark_lane(self.streams.len() - 1, stream).map_err(message_of)
     }
 
     /// Launches the transfer of this link's part of the blocks, which fit into one slot. Blocks
@@ -261,7 +285,7 @@ impl NcclLink {
         ids: &[BlockId],
         is_staged: bool,
     ) -> Result<(), NcclError> {
-        let Self { own, communicators, streams, next, unmarked, staging } = self;
+        let Self { own, communicators, streams, next, unmarked, staging, .. } = self;
         let LinkEnd { kv, gpu, rows, end, scatter } = own;
         let staging = staging.as_mut().expect(STAGING_LIVES);
         let _call = kv.context().calls().begin(LAUNCH_USUAL);
@@ -328,6 +352,11 @@ impl NcclLink {
         Ok(marks)
     }
 
+    /// Returns the rate of the probe transfer, in bytes/s.
+    pub(super) fn probed_rate(&self) -> u64 {
+        self.probed_rate
+    }
+
     pub(super) fn communicators(&self) -> &Arc<Communicators> {
         &self.communicators
     }
@@ -359,6 +388,17 @@ impl NcclLink {
         }
         Ok(())
     }
+}
+
+/// Waits for the end of an exchange with the peer.
+fn await_mark(mark: &StreamMark, limit: WaitLimit<'_>) -> Result<(), String> {
+    while !mark.is_reached() {
+        if Instant::now() >= limit.deadline || (limit.cancelled)() {
+            return Err("the peer did not connect in time".to_owned());
+        }
+        thread::sleep(Duration::from_micros(100));
+    }
+    Ok(())
 }
 
 impl Drop for NcclLink {

@@ -44,6 +44,7 @@ impl NcclChannel {
     ) -> Result<Self, String> {
         let communicators = links.iter().map(|link| Arc::clone(link.communicators())).collect();
         let contexts = links.iter().map(|link| Arc::clone(link.context())).collect();
+        let probed_rate = links.iter().map(NcclLink::probed_rate).sum();
         let shared = Arc::new(ChannelControl {
             links: Mutex::new(Some(links)),
             communicators,
@@ -53,6 +54,7 @@ impl NcclChannel {
             aborted: AtomicBool::new(false),
             reason: OnceLock::new(),
             stuck: AtomicBool::new(false),
+            probed_rate,
             cuts,
             blocks,
         });
@@ -127,6 +129,8 @@ pub(super) struct ChannelControl {
     reason: OnceLock<&'static str>,
     /// Whether an abort hung.
     stuck: AtomicBool,
+    /// Rate of the probe transfers of all links, in bytes/s.
+    probed_rate: u64,
     cuts: OperationSizes,
     blocks: Arc<dyn RemoteBlocks>,
 }
@@ -263,6 +267,10 @@ impl PeerChannel for NcclChannel {
         let ours = |block: &BlockWrite| block.lies_in(&*self.shared.blocks);
         assert!(blocks.iter().all(ours), "only our blocks are received into");
         self.start(runs, blocks, BlockWrite::block)
+    }
+
+    fn probed_rate(&self) -> u64 {
+        self.shared.probed_rate
     }
 
     fn abort(&self) -> Result<(), String> {

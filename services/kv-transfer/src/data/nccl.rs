@@ -25,7 +25,7 @@ use std::time::Duration;
 use kernels::peer::{PeerChannel, TransferInFlight};
 
 use super::chunk_ends::until_done;
-use crate::config::LEASE;
+use crate::{config::LEASE, transfer_kind::TransportChoice};
 
 pub(in crate::data) use receiver::receive_chunks;
 pub(in crate::data) use sender::send_chunks;
@@ -43,6 +43,21 @@ const JOIN_POLL: Duration = Duration::from_millis(1);
 /// looks for the abort every 0.5 s, and freeing its memory takes 10 ms. So the blocks are free half
 /// a second after the lease at the latest.
 const CHUNK_TIMEOUT: Duration = LEASE.saturating_sub(Duration::from_millis(100));
+
+/// Smallest rate at which `auto` chooses NCCL, in bytes/s. Below it `tcp` is about as fast, and
+/// uses no SM: NCCL reaches 5 to 6 GB/s over sockets where `tcp` reaches 18.
+const AUTO_RATE_MIN: u64 = 10_000_000_000;
+
+/// Returns why this pair must not use NCCL although both ends have joined.
+fn too_slow(choice: TransportChoice, probed_rate: u64) -> Option<String> {
+    let is_slow = choice == TransportChoice::Auto && probed_rate < AUTO_RATE_MIN;
+    let [probed, least] = [probed_rate, AUTO_RATE_MIN].map(|rate| rate as f64 / 1e9);
+    is_slow.then(|| {
+        format!(
+            "NCCL moved {probed:.1} GB/s in a probe transfer; expected at least {least:.0}, or transfer.transport = nccl"
+        )
+    })
+}
 
 /// Waits for the end of an operation and returns its blocks. Fails when the connection `is_over`,
 /// and with `late` after [`CHUNK_TIMEOUT`].

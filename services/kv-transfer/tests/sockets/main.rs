@@ -41,6 +41,7 @@ fn main() -> std::process::ExitCode {
         transports::abort_at_any_moment_releases_all_blocks,
         transports::leaving_peer_releases_the_blocks_of_the_other_side,
         transports::transport_follows_the_settings_of_both_nodes,
+        transports::auto_uses_nccl_between_hosts_if_its_probe_is_fast,
         transports::unreachable_memory_falls_back_to_tcp_and_is_counted,
         transports::failed_transport_falls_back_to_the_next_common_one_before_tcp,
         transports::unusable_transport_counts_as_no_fallback,

@@ -107,6 +107,8 @@ pub(crate) struct Reach {
     pub channelless: bool,
     /// Whether copies corrupt a byte.
     pub damages: bool,
+    /// Rate of the probe transfer of communicators, in bytes/s.
+    pub probed_rate: u64,
 }
 
 impl Default for Reach {
@@ -124,6 +126,7 @@ impl Default for Reach {
             unloaded: None,
             channelless: false,
             damages: false,
+            probed_rate: 128_000_000_000,
         }
     }
 }
@@ -356,6 +359,10 @@ impl PeerChannel for JointEnd {
             Ok(true)
         })?;
         Ok(Box::new(half))
+    }
+
+    fn probed_rate(&self) -> u64 {
+        self.reach.probed_rate
     }
 
     fn abort(&self) -> Result<(), String> {

@@ -188,6 +188,33 @@ pub(crate) fn transport_follows_the_settings_of_both_nodes() {
     }
 }
 
+/// Between hosts with RDMA adapters `auto` chooses `nccl`, unless its probe transfer is slow. A set
+/// transport is used at any rate.
+pub(crate) fn auto_uses_nccl_between_hosts_if_its_probe_is_fast() {
+    let fast = || Reach::default();
+    let slow = || Reach { probed_rate: 5_100_000_000, ..Reach::default() };
+    let on = |host, reach, choice, has_rdma| {
+        let transport = TransportConfig { choice, has_rdma, ..TransportConfig::default() };
+        Node::start_reaching_on(Some(host), "a node", reach, transport)
+    };
+    let (auto, nccl) = (TransportChoice::Auto, TransportChoice::Only(TransferKind::Nccl));
+    for (one, other, kind, fallbacks) in [
+        (on("here", fast(), auto, true), on("there", fast(), auto, true), "nccl", vec![]),
+        (on("here", fast(), auto, true), on("there", fast(), nccl, false), "nccl", vec![]),
+        (on("here", fast(), auto, true), on("there", fast(), auto, false), "tcp", vec![]),
+        (on("here", slow(), auto, true), on("there", slow(), auto, true), "tcp", vec![("nccl", 1)]),
+        (on("here", slow(), nccl, true), on("there", slow(), nccl, true), "nccl", vec![]),
+        (on("here", fast(), auto, true), Node::start("on a CPU"), "tcp", vec![]),
+    ] {
+        run_transfer(&one, &other, &blocks(0..20), &blocks(100..120));
+        for node in [&one, &other] {
+            let metrics = node.transfers.metrics();
+            assert_eq!(path(node), kind);
+            assert_eq!(metrics.fallbacks.into_iter().collect::<Vec<_>>(), fallbacks);
+        }
+    }
+}
+
 pub(crate) fn unreachable_memory_falls_back_to_tcp_and_is_counted() {
     for kind in GPU_TRANSPORTS {
         let no = Some("no peer access");

@@ -20,7 +20,7 @@ use super::{
         message::{Message, Messages, Polled},
         stream::POLL,
     },
-    IN_FLIGHT_MAX, JOIN_POLL, JOIN_TIMEOUT, abort, complete,
+    IN_FLIGHT_MAX, JOIN_POLL, JOIN_TIMEOUT, abort, complete, too_slow,
 };
 use crate::{protocol::DataEvent, transfer_kind::TransferKind, transport::ChunkId};
 
@@ -51,7 +51,11 @@ pub(in crate::data) fn receive_chunks(
             let cancelled = || !incoming.is_current() || messages.has_input_or_closed();
             let deadline = Instant::now() + JOIN_TIMEOUT;
             let limit = WaitLimit { deadline, cancelled: &cancelled };
-            channels.join((&invitation, &answer), ChannelEnd::Receiver, limit)
+            let joined = channels.join((&invitation, &answer), ChannelEnd::Receiver, limit);
+            joined.and_then(|channel| {
+                let slow = too_slow(shared.transport.choice, channel.probed_rate());
+                slow.map_or(Ok(channel), Err)
+            })
         }
         Err(reason) => Err(reason),
     };
