@@ -5,6 +5,7 @@
 //! format the report.
 
 mod model;
+mod pairs;
 
 use std::{env, fmt, path::PathBuf, thread::available_parallelism};
 
@@ -20,7 +21,10 @@ use kernels::{
 };
 use serde::Serialize;
 
-use self::model::{ModelReport, OpenedModel};
+use self::{
+    model::{ModelReport, OpenedModel},
+    pairs::PairReport,
+};
 use crate::bench::engine::parse_dtype;
 
 #[derive(Args, Clone)]
@@ -48,6 +52,10 @@ pub struct DoctorArgs {
     /// Number format of the model's weights: f32, bf16, q8 (CPUs) or fp8 (GPUs).
     #[arg(long, value_parser = parse_dtype, default_value = "bf16", env = "BATON_MODEL_DTYPE")]
     dtype: WeightFormat,
+    /// Addresses of the metrics of running nodes, such as 10.0.0.1:9090: reports the transport and the
+    /// measured rate of KV of each pair.
+    #[arg(long, value_name = "HOST:PORT", value_delimiter = ',')]
+    nodes: Vec<String>,
     /// Print a JSON object instead of a table.
     #[arg(long)]
     json: bool,
@@ -56,7 +64,10 @@ pub struct DoctorArgs {
 /// Prints the report. A machine without a GPU is not a fault, because the CPU can serve.
 pub fn run(args: DoctorArgs) -> Result<()> {
     let model = args.model.map(|path| OpenedModel::open(&path, args.dtype)).transpose()?;
-    let report = DoctorReport::of_this_machine(args.kernels.path(), model);
+    let mut report = DoctorReport::of_this_machine(args.kernels.path(), model);
+    for node in &args.nodes {
+        report.pairs.extend(pairs::of_node(node)?);
+    }
     if args.json {
         println!("{}", serde_json::to_string_pretty(&report)?);
     } else {
@@ -78,6 +89,8 @@ struct DoctorReport {
     libraries: Vec<Library>,
     gpus: Vec<Gpu>,
     links: Vec<GpuLink>,
+    /// Connections of the running nodes that were named.
+    pairs: Vec<PairReport>,
     model: Option<ModelReport>,
     /// Settings that a node derives at start, for each role.
     defaults: Vec<RoleDefaults>,
@@ -343,6 +356,9 @@ impl fmt::Display for DoctorReport {
             }
             writeln!(f, ", KV by {transport}")?;
         }
+        for pair in &self.pairs {
+            writeln!(f, "pair       {pair}")?;
+        }
         if let Some(model) = &self.model {
             write!(f, "{model}")?;
         }
@@ -443,6 +459,7 @@ mod tests {
                     transport: "tcp",
                 },
             ],
+            pairs: vec![],
             model: None,
             defaults: vec![RoleDefaults {
                 role: "decode",

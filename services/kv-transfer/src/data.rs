@@ -163,8 +163,21 @@ pub(crate) struct Incoming<'a> {
 }
 
 impl Incoming<'_> {
+    /// Takes the blocks that were posted for a chunk, which now begins to arrive. [`Self::report`]
+    /// ends it.
+    pub(crate) fn take(&self, chunk: ChunkId) -> Option<Vec<BlockWrite>> {
+        let blocks = self.inbox.take(chunk);
+        match blocks {
+            Some(_) => self.shared.metrics.chunk_began(self.peer),
+            None => self.shared.metrics.refuse_data("frame_not_posted"),
+        }
+        blocks
+    }
+
     /// Reports a chunk that was written or has failed, after the guards of its blocks were dropped.
     pub(crate) fn report(&self, chunk: ChunkId, written: Result<Moved, String>) {
+        let bytes = written.as_ref().map_or(0, |moved| moved.bytes);
+        self.shared.metrics.chunk_ended(self.peer, bytes);
         let ChunkId { transfer, index } = chunk;
         let event = match (self.inbox.end_chunk(chunk), written) {
             (ChunkOutcome::Moved(()), Ok(Moved { integrity, bytes })) => {

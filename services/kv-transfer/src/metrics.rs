@@ -2,9 +2,12 @@
 //! copy of the protocol's counters after each pass of its loop and before each event, so a reader
 //! never waits for that thread.
 
+mod rate;
+
 use std::{
     collections::BTreeMap,
     sync::{Mutex, Weak},
+    time::Instant,
 };
 
 use crate::{
@@ -14,6 +17,7 @@ use crate::{
     threads::locked,
     transfer_kind::TransferKind,
 };
+use rate::ReceiveRate;
 
 /// Reasons for which a data connection or a data frame is rejected.
 pub const DATA_REFUSALS: [&str; 12] = [
@@ -58,6 +62,8 @@ pub struct PeerMetrics {
     pub node_id: String,
     /// Transport in use: `tcp`, `ipc` or `nccl`; empty before the handshake is complete.
     pub path: String,
+    /// Rate at which KV last arrived from this peer, in bytes/s; 0 before it is known.
+    pub receive_rate: u64,
     pub transfers_active: usize,
 }
 
@@ -78,8 +84,15 @@ pub(crate) struct Metrics {
     /// Locked for one increment or one copy. `control_refused` does not include the protocol's
     /// rejections, which [`Self::read`] adds.
     counts: Mutex<TransferMetrics>,
-    /// Transport in use with each peer, once a connection is open.
-    paths: Mutex<BTreeMap<Epoch, TransferKind>>,
+    /// The open connection with each peer.
+    paths: Mutex<BTreeMap<Epoch, Path>>,
+}
+
+/// An open connection with a peer.
+#[derive(Debug)]
+struct Path {
+    kind: TransferKind,
+    receives: ReceiveRate,
 }
 
 impl Metrics {
@@ -90,6 +103,7 @@ impl Metrics {
         let peers = core.pairs().map(|pair| PeerMetrics {
             node_id: pair.peer.node_id.clone(),
             path: self.path(pair.peer.epoch, pair.transport()).to_owned(),
+            receive_rate: self.receive_rate(pair.peer.epoch),
             transfers_active: pair.transfers.len(),
         });
         let (peers, transfers_active) = (peers.collect(), core.active_count());
@@ -131,7 +145,36 @@ impl Metrics {
 
     /// Records the transport of an open connection with `peer`.
     pub(crate) fn set_path(&self, peer: Epoch, kind: TransferKind) {
-        locked(&self.paths).insert(peer, kind);
+        let mut paths = locked(&self.paths);
+        // Both directions of a pair, and all connections of `tcp`, set the same transport.
+        if paths.get(&peer).is_none_or(|path| path.kind != kind) {
+            paths.insert(peer, Path { kind, receives: ReceiveRate::default() });
+        }
+    }
+
+    /// Records the rate of a probe transfer from `peer`, in bytes/s.
+    pub(crate) fn probed(&self, peer: Epoch, rate: u64) {
+        self.on_receives(peer, |receives| receives.probed(rate));
+    }
+
+    /// Records that a chunk from `peer` begins to arrive.
+    pub(crate) fn chunk_began(&self, peer: Epoch) {
+        self.on_receives(peer, |receives| receives.began(Instant::now()));
+    }
+
+    /// Records that a chunk from `peer` has arrived with this number of bytes, or has failed.
+    pub(crate) fn chunk_ended(&self, peer: Epoch, bytes: u64) {
+        self.on_receives(peer, |receives| receives.ended(Instant::now(), bytes));
+    }
+
+    fn on_receives(&self, peer: Epoch, change: impl FnOnce(&mut ReceiveRate)) {
+        if let Some(path) = locked(&self.paths).get_mut(&peer) {
+            change(&mut path.receives);
+        }
+    }
+
+    fn receive_rate(&self, peer: Epoch) -> u64 {
+        locked(&self.paths).get(&peer).map_or(0, |path| path.receives.last)
     }
 
     pub(crate) fn is_connected(&self, peer: Epoch) -> bool {
@@ -144,7 +187,7 @@ impl Metrics {
 
     /// Returns the transport in use, or the agreed one while no connection is open.
     fn path(&self, peer: Epoch, agreed: &str) -> &'static str {
-        let path = locked(&self.paths).get(&peer).copied();
+        let path = locked(&self.paths).get(&peer).map(|path| path.kind);
         path.or_else(|| TransferKind::from_offer(agreed)).map_or("", TransferKind::name)
     }
 }

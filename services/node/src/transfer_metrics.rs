@@ -42,6 +42,13 @@ pub(crate) fn register(metrics: &Metrics, transfers: &Transfers) {
     observe("baton.kv_transfer.active", |stats, instrument| {
         instrument.observe(stats.transfers_active as u64, &[]);
     });
+    observe("baton.kv_transfer.receive_rate", |stats, instrument| {
+        for peer in stats.peers.iter().filter(|peer| peer.receive_rate > 0) {
+            let labels = [("peer", &peer.node_id), ("path", &peer.path)];
+            let labels = labels.map(|(key, value)| KeyValue::new(key, value.clone()));
+            instrument.observe(peer.receive_rate, &labels);
+        }
+    });
     observe("baton.kv_transfer.peers", |stats, instrument| {
         let mut peers: BTreeMap<&str, u64> = BTreeMap::new();
         for peer in &stats.peers {

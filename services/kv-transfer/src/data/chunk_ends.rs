@@ -158,12 +158,9 @@ impl Incoming<'_> {
             Polled::Nothing if !self.inbox.is_closed() => return Ok(PolledLend::Nothing),
             Polled::Nothing | Polled::End => return Ok(PolledLend::End(Ended::Closed)),
         };
-        Ok(match self.inbox.take(chunk) {
+        Ok(match self.take(chunk) {
             Some(to) => PolledLend::Chunk { chunk, from, to },
-            None => {
-                self.shared.metrics.refuse_data("frame_not_posted");
-                PolledLend::NotPosted { chunk }
-            }
+            None => PolledLend::NotPosted { chunk },
         })
     }
 

@@ -181,6 +181,8 @@ observed! {
         Counter "baton.kv_transfer.fallbacks" ["wanted"],
             "Connections that fell back to another transport, by the transport that was wanted";
         Gauge "baton.kv_transfer.peers" ["path"], "Connected nodes, by transport path";
+        Gauge "baton.kv_transfer.receive_rate" "By/s" ["peer", "path"],
+            "Rate at which KV last arrived from a node, by node and transport path";
         Counter "baton.kv_transfer.refused" ["what", "reason"],
             "Control messages and data frames that this node rejected, by reason";
         Gauge "baton.model.load.duration" "s" [], "Time to fetch, read and pack the model";

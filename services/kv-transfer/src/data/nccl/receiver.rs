@@ -84,6 +84,7 @@ pub(in crate::data) fn receive_chunks(
     messages.set_poll_timeout(POLL)?;
     Message::Ready { verify: shared.transport.verify }.write(stream)?;
     shared.metrics.set_path(peer, TransferKind::Nccl);
+    shared.metrics.probed(peer, channel.probed_rate());
     // Two more chunks are in flight besides those in the queue: the chunk whose completion is
     // polled, and the chunk that waits to enter the queue.
     let queued_max = IN_FLIGHT_MAX - 2;

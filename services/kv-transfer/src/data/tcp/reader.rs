@@ -36,13 +36,12 @@ pub(in crate::data) fn read_frames(
     stream: &mut (impl Read + SetTimeout),
     has_frames: &mut bool,
 ) -> io::Result<()> {
-    let Incoming { shared, inbox, .. } = *incoming;
+    let Incoming { inbox, .. } = *incoming;
     while let Some(header) = read_header(inbox, stream)? {
         *has_frames = true;
         let chunk = ChunkId { transfer: header.transfer, index: header.chunk };
-        let Some(blocks) = inbox.take(chunk) else {
+        let Some(blocks) = incoming.take(chunk) else {
             // The transfer was cancelled here while the frame was in flight.
-            shared.metrics.refuse_data("frame_not_posted");
             if header.payload_bytes > DRAIN_BYTES_MAX {
                 let reason = format!(
                     "cannot skip an unwanted frame of {} bytes; expected at most 256 MiB",
