@@ -25,12 +25,9 @@ use super::{
 /// Environment variable: number of transfers of the test with random aborts.
 const TRANSFERS: &str = "BATON_TEST_TRANSFERS";
 
-/// Returns the maximum time until the blocks of a lost transfer are free. The abort of an nccl
-/// communicator takes 0.51 s of it.
-fn blocks_free_max(transport: TransferKind) -> Duration {
-    let after_the_lease = if transport == TransferKind::Nccl { 1000 } else { 500 };
-    LEASE + Duration::from_millis(after_the_lease)
-}
+/// Maximum time until the blocks of a lost transfer are free. The abort of an nccl communicator
+/// takes 0.51 s of it.
+const BLOCKS_FREE_MAX: Duration = LEASE.saturating_add(Duration::from_millis(500));
 
 pub(crate) fn kv_transfer_between_processes_preserves_kv_in_any_block_order() {
     let (gpus, _alone) = gpus();
@@ -71,7 +68,7 @@ pub(crate) fn nccl_between_hosts_preserves_kv_and_fails_with_its_peer() {
     let (sink, events) = channel();
     let node = Node::start_as("node", to, TransferKind::Nccl, NodeKind::Large, sink);
     let mut next = 0_u128..;
-    for _ in 0..2 {
+    for signal in ["-KILL", "-STOP", "-KILL"] {
         let mut peer = Peer::start_elsewhere(from, NodeKind::Large);
         for seed in 0..4 {
             node.fill(|_, bytes| vec![seed as u8; bytes]);
@@ -89,9 +86,48 @@ pub(crate) fn nccl_between_hosts_preserves_kv_and_fails_with_its_peer() {
         peer.send(transfer, &node, 1, BLOCKS, false);
         node.receive(transfer, &peer.address, &NodeKind::Large.places(1, BLOCKS));
         node.until_more_chunks(chunks);
-        peer.kill();
+        let lost = Instant::now();
+        peer.signal(signal);
         let failed = event(&events);
+        let after = lost.elapsed();
         assert!(matches!(failed, Event::ReceiveFailed { .. }), "{failed:?}");
+        node.assert_free();
+        println!("between hosts, {signal}: blocks free after {after:?}");
+        assert!(after <= BLOCKS_FREE_MAX, "{signal}: {after:?}");
+        peer.kill();
+        node.until_alone();
+    }
+}
+
+/// Variables of the peer's environment with which NCCL finds no network, or has other limits than
+/// in this process. KV arrives by tcp, or by nccl if NCCL agrees, and the next pair uses nccl.
+pub(crate) fn unusable_nccl_environment_falls_back_to_tcp() {
+    let (gpus, _alone) = gpus();
+    let (from, to) = last_pair(TransferKind::Nccl, gpus);
+    let (sink, events) = channel();
+    let node = Node::start_as("node", to, TransferKind::Nccl, NodeKind::Large, sink);
+    let mut next = 0_u128;
+    for (variables, path) in [
+        ([("NCCL_SOCKET_IFNAME", "none0"), ("NCCL_HOSTID", "elsewhere")], Some("tcp")),
+        ([("NCCL_NET", "IB"), ("NCCL_HOSTID", "elsewhere")], Some("tcp")),
+        ([("NCCL_MAX_CTAS", "1"), ("NCCL_MIN_CTAS", "1")], None),
+        ([("NCCL_HOSTID", "elsewhere"), ("NCCL_DEBUG", "WARN")], Some("nccl")),
+    ] {
+        let mut peer = Peer::start_with(from, NodeKind::Large, &variables);
+        node.fill(|_, bytes| vec![1; bytes]);
+        next += 1;
+        let (transfer, begun) = (TransferId(next), Instant::now());
+        let places = NodeKind::Large.places(7, BLOCKS);
+        peer.send(transfer, &node, 1, BLOCKS, true);
+        node.receive(transfer, &peer.address, &places);
+        let arrived = event(&events);
+        assert!(matches!(arrived, Event::Arrived { .. }), "{variables:?}: {arrived:?}");
+        node.assert_holds(&NodeKind::Large.places(1, BLOCKS), &places);
+        let used = node.path();
+        println!("{variables:?}: {used}, {:?}", begun.elapsed());
+        assert!(path.is_none_or(|path| path == used), "{variables:?}: {used}");
+        peer.kill();
+        node.until_alone();
         node.assert_free();
     }
 }
@@ -138,7 +174,7 @@ pub(crate) fn abort_at_any_time_leaks_no_block() {
             "{transport}: {} chunks received before aborts, blocks free after at most {longest:?}",
             node.chunks() - chunks
         );
-        assert!(longest <= blocks_free_max(transport), "{transport}: {longest:?}");
+        assert!(longest <= BLOCKS_FREE_MAX, "{transport}: {longest:?}");
         whole(&mut peer, next + 3 + u128::from(rounds));
         node.assert_holds(&scattered(1, 96), &scattered(3, 96));
     }
@@ -176,7 +212,7 @@ pub(crate) fn killed_sender_fails_only_its_own_transfers() {
                 "{transport}, {}: blocks of a killed sender free after {after:?}",
                 kind.name()
             );
-            assert!(after <= blocks_free_max(transport), "{transport}, {}: {after:?}", kind.name());
+            assert!(after <= BLOCKS_FREE_MAX, "{transport}, {}: {after:?}", kind.name());
         }
         // The GPU and this process's context still work.
         let mut peer = Peer::start_as(from, transport, kind);
@@ -363,7 +399,7 @@ pub(crate) fn stopped_peer_delays_no_other_pair_and_frees_blocks_after_the_lease
             2.0 * rate(after, 2 * LEASE) >= rate(before, time),
             "{transport}: {before} {after}"
         );
-        assert!(last <= blocks_free_max(transport), "{transport}: {last:?}");
+        assert!(last <= BLOCKS_FREE_MAX, "{transport}: {last:?}");
         stopped.signal("-CONT");
         let back = until_arrived(&node, &mut stopped, &events, &mut next);
         println!("{transport}: connected {back:?} after the peer continued");
@@ -424,7 +460,7 @@ pub(crate) fn peers_stopped_or_killed_together_delay_no_other_pair() {
             );
             node.assert_free();
             assert!(longest < longest_before + LEASE / 2, "{longest_before:?} {longest:?}");
-            assert!(last <= blocks_free_max(transport), "{transport}: {last:?}");
+            assert!(last <= BLOCKS_FREE_MAX, "{transport}: {last:?}");
         }
         node.assert_holds(&scattered(1, BLOCKS / 2), &scattered(3, BLOCKS / 2));
     }
@@ -655,6 +691,42 @@ pub(crate) fn delayed_streams_and_gather_kernels_preserve_kv() {
     }
 }
 
+/// Returns the first GPU of a receiver whose ranks share no GPU with the sender ranks that have
+/// heads in common with them; NCCL does not connect a GPU to itself. The ranks of a node use
+/// consecutive GPUs, modulo their number, and the sender begins at GPU 0.
+fn receiver_gpu(gpus: usize, senders: usize, receivers: usize) -> Option<usize> {
+    let has_common_heads = |from: usize, to: usize| match senders >= receivers {
+        true => from / (senders / receivers) == to,
+        false => to / (receivers / senders) == from,
+    };
+    let is_apart = |place: &usize| {
+        let mut pairs = (0..senders).flat_map(|from| (0..receivers).map(move |to| (from, to)));
+        pairs.all(|(from, to)| !has_common_heads(from, to) || from % gpus != (place + to) % gpus)
+    };
+    (0..gpus).find(is_apart)
+}
+
+/// Needs no GPU.
+pub(crate) fn ranks_with_common_heads_find_different_gpus() {
+    for (gpus, senders, receivers, place) in [
+        (1, 1, 1, None),
+        (2, 1, 1, Some(1)),
+        (2, 2, 2, Some(1)),
+        // GPU 1 has a sender rank already.
+        (2, 2, 1, None),
+        (3, 2, 1, Some(2)),
+        (4, 2, 1, Some(2)),
+        (2, 1, 2, None),
+        (3, 1, 2, Some(1)),
+        (4, 2, 4, Some(1)),
+        (4, 4, 2, Some(3)),
+        (4, 4, 4, Some(1)),
+    ] {
+        let found = receiver_gpu(gpus, senders, receivers);
+        assert_eq!(found, place, "{senders} to {receivers} ranks on {gpus} GPUs");
+    }
+}
+
 /// Transfers between all supported rank counts that the GPUs allow. Sender and receiver ranks with
 /// common heads are on different GPUs.
 pub(crate) fn nccl_transfer_between_tp_ranks_preserves_kv() {
@@ -674,9 +746,11 @@ pub(crate) fn nccl_transfer_between_tp_ranks_preserves_kv() {
         if gpus < needed {
             lacks(needed, &format!("{what} needs {needed} GPUs, found {gpus}"));
         }
+        let place = receiver_gpu(gpus, sender.ranks(), receiver.ranks());
+        let place = place.expect("the case names enough GPUs");
         let mut peer = Peer::start_as(0, TransferKind::Nccl, sender);
         let (sink, events) = channel();
-        let node = Node::start_as("node", 1, TransferKind::Nccl, receiver, sink);
+        let node = Node::start_as("node", place, TransferKind::Nccl, receiver, sink);
         for round in 0..if short() { 4 } else { 12_u64 } {
             node.fill(|_, bytes| vec![round as u8; bytes]);
             let (transfer, begun) = (TransferId(round.into()), Instant::now());
@@ -698,15 +772,21 @@ pub(crate) fn nccl_transfer_between_tp_ranks_preserves_kv() {
 pub(crate) fn ranks_sharing_a_gpu_with_their_sender_fall_back_to_another_transport() {
     let (_, _alone) = gpus();
     require_gpus(2);
-    // The first ranks of sender and receiver share GPU 0.
-    let mut peer = Peer::start_as(0, TransferKind::Nccl, NodeKind::LargeGatherKernel);
-    let (sink, events) = channel();
-    let node = Node::start_as("node", 0, TransferKind::Nccl, NodeKind::TwoRanks, sink);
-    let (transfer, places) = (TransferId(1), NodeKind::TwoRanks.places(3, BLOCKS));
-    peer.send(transfer, &node, 1, BLOCKS, true);
-    node.receive(transfer, &peer.address, &places);
-    let arrived = event(&events);
-    assert!(matches!(arrived, Event::Arrived { .. }), "{arrived:?}");
-    node.assert_holds(&NodeKind::TwoRanks.places(1, BLOCKS), &places);
-    assert_eq!((node.path().as_str(), node.transfers.metrics().fallbacks["nccl"]), ("tcp", 1));
+    // The first ranks of sender and receiver share GPU 0; the sender's second rank and the receiver
+    // share GPU 1.
+    for (sender, receiver, place) in [
+        (NodeKind::LargeGatherKernel, NodeKind::TwoRanks, 0),
+        (NodeKind::TwoRanksDelayed, NodeKind::LargeDelayed, 1),
+    ] {
+        let mut peer = Peer::start_as(0, TransferKind::Nccl, sender);
+        let (sink, events) = channel();
+        let node = Node::start_as("node", place, TransferKind::Nccl, receiver, sink);
+        let (transfer, places) = (TransferId(1), receiver.places(3, BLOCKS));
+        peer.send(transfer, &node, 1, BLOCKS, true);
+        node.receive(transfer, &peer.address, &places);
+        let arrived = event(&events);
+        assert!(matches!(arrived, Event::Arrived { .. }), "{arrived:?}");
+        node.assert_holds(&sender.places(1, BLOCKS), &places);
+        assert_eq!((node.path().as_str(), node.transfers.metrics().fallbacks["nccl"]), ("tcp", 1));
+    }
 }

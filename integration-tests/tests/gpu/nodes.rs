@@ -201,7 +201,7 @@ impl NodeKind {
         if self.has_kernel() { 8 } else { 4 }
     }
 
-    fn ranks(self) -> usize {
+    pub(crate) fn ranks(self) -> usize {
         match self {
             Self::TwoRanks | Self::TwoRanksDelayed => 2,
             Self::FourRanks => 4,
@@ -406,6 +406,15 @@ impl Node {
         self.transfers.metrics().peers[0].path.clone()
     }
 
+    /// Waits until the node has no peer.
+    pub(crate) fn until_alone(&self) {
+        let begun = Instant::now();
+        while !self.transfers.metrics().peers.is_empty() {
+            assert!(begun.elapsed() < TIMEOUT, "the lost peer is still connected");
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
     pub(crate) fn chunks(&self) -> u64 {
         self.transfers.metrics().chunks_received
     }
@@ -439,8 +448,13 @@ impl Peer {
     /// Starts a peer that claims to run on another host, so that NCCL uses its transports between
     /// hosts.
     pub(crate) fn start_elsewhere(gpu: usize, kind: NodeKind) -> Self {
+        Self::start_with(gpu, kind, &[(NCCL_HOST, "elsewhere")])
+    }
+
+    /// Starts a peer with these environment variables, which NCCL reads.
+    pub(crate) fn start_with(gpu: usize, kind: NodeKind, variables: &[(&str, &str)]) -> Self {
         let mut command = test_harness::helper(PEER_HELPER);
-        command.env(NCCL_HOST, "elsewhere");
+        command.envs(variables.iter().copied());
         Self::spawn(command, gpu, TransferKind::Nccl, kind)
     }
 
