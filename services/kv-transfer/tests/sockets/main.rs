@@ -1,5 +1,6 @@
 //! Transfers over real sockets on loopback.
 
+mod firewall;
 mod hostile;
 mod mismatch;
 mod node;
@@ -11,6 +12,7 @@ mod transports;
 
 fn main() -> std::process::ExitCode {
     let tests = test_harness::tests![
+        firewall::dropped_data_port_fails_only_its_pair_after_a_lease,
         hostile::garbage_on_both_ports_disturbs_no_transfer,
         hostile::zap_blocks_frames_of_unauthenticated_peers,
         hostile::recorded_credential_is_rejected,
@@ -57,5 +59,11 @@ fn main() -> std::process::ExitCode {
         transports::nccl_operations_in_flight_are_bounded,
         transports::corruption_is_detected_if_either_side_verifies,
     ];
-    test_harness::main(&[(process::CHILD_HELPER, process::run_child)], tests)
+    test_harness::main(
+        &[
+            (firewall::FIREWALL_HELPER, firewall::run_behind_firewall),
+            (process::CHILD_HELPER, process::run_child),
+        ],
+        tests,
+    )
 }
