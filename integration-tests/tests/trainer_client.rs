@@ -154,6 +154,51 @@ assert not answers, answers
 
 /// Trainer and nodes cut an update into chunks independently: a chunk has the same bytes on both
 /// sides, and both sides compute the same hash of the plan.
+/// A trainer gathers one tensor after the other: each file is written before the tensors of the
+/// next file are gathered.
+fn trainer_client_writes_an_iterable_file_by_file() -> Result<()> {
+    let script = r#"
+import os, struct
+baton_weights.SHARD_BYTES = 100
+written = []
+def gathered(names):
+    for name, dtype, size in names:
+        written.append(len([file for file in os.listdir(folder.name) if file.startswith("model-")]))
+        yield name, (dtype, (size,), bytes([len(written)]) * size)
+tensors = [("a", "F8_E4M3", 60), ("b", "BF16", 40), ("c", "F32", 8), ("d", "F16", 200), ("e", "F32", 4)]
+baton_weights.write_shards(folder.name, gathered(tensors))
+print(written)
+index = json.load(open(f"{folder.name}/model.safetensors.index.json"))["weight_map"]
+for number, (name, dtype, size) in enumerate(tensors, 1):
+    data = open(f"{folder.name}/{index[name]}", "rb").read()
+    (length,) = struct.unpack("<Q", data[:8])
+    entry = json.loads(data[8 : 8 + length])[name]
+    begin, end = entry["data_offsets"]
+    assert data[8 + length + begin : 8 + length + end] == bytes([number]) * size
+    print(index[name], entry["dtype"], entry["shape"])
+for wrong in (lambda: baton_weights.write_shards(folder.name, gathered(tensors[:1] * 2)),
+              lambda: WeightUpdater("http://127.0.0.1:1", transport="ipc", socket="/s").push(iter([]))):
+    try:
+        wrong()
+    except UpdateError as error:
+        print(error)
+"#;
+    let text = run_with_client(script)?;
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(lines[0], "[0, 0, 0, 1, 2]");
+    let wanted = [
+        "model-00001.safetensors F8_E4M3 [60]",
+        "model-00001.safetensors BF16 [40]",
+        "model-00002.safetensors F32 [8]",
+        "model-00003.safetensors F16 [200]",
+        "model-00004.safetensors F32 [4]",
+        "tensor a was given twice; expected each name once",
+    ];
+    assert_eq!(lines[1..7], wanted);
+    assert!(lines[7].contains("expected one, or an iterable with transport disk"), "{text}");
+    Ok(())
+}
+
 fn trainer_client_has_the_plan_of_the_nodes() -> Result<()> {
     let script = r#"
 import random
@@ -321,6 +366,7 @@ fn main() -> ExitCode {
             trainer_client_reports_answers_that_it_cannot_read,
             trainer_client_waits_for_an_update_while_the_router_does_not_answer,
             trainer_client_tells_rejected_updates_from_those_with_an_unknown_outcome,
+            trainer_client_writes_an_iterable_file_by_file,
             trainer_client_has_the_plan_of_the_nodes,
             trainer_client_has_the_terms_of_the_nodes_digests,
             trainer_client_has_the_digests_of_the_nodes,

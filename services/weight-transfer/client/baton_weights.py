@@ -23,6 +23,10 @@ With transport "disk", `folder` must have the same path on the trainer and on ev
 node prepare it, and commits it on all nodes or on none. Requests continue meanwhile. `prepare` and `commit` are the two
 halves of `push`, for a trainer that does other work in between.
 
+A trainer whose GPUs do not hold the whole state gathers one tensor after the other, with transport "disk":
+
+    updater.push((name, parameter.full_tensor()) for name, parameter in model.named_parameters())
+
 A state dict has the names of Hugging Face. Values are torch tensors, or tuples (dtype, shape, bytes) with dtype "F32",
 "F16", "BF16" or "F8_E4M3". FP8 needs transport "disk": beside each FP8 matrix the state dict has its scales, and `config` is
 the folder of a checkpoint in FP8, whose config.json names the layout of the scales.
@@ -46,6 +50,8 @@ import urllib.request
 
 DTYPES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16", "torch.float8_e4m3fn": "F8_E4M3"}
 COPIED = ("config.json", "generation_config.json")
+# Size of a file of weights. The host holds the tensors of one file.
+SHARD_BYTES = 1 << 30
 POLL_SECONDS = 0.05
 # Updates from GPU to GPU take milliseconds.
 POLL_SECONDS_GPU = 0.005
@@ -104,7 +110,8 @@ class WeightUpdater:
             self.sender.close()
 
     def push(self, state_dict, label=""):
-        """Sends, prepares and commits the weights. Returns the router's report of the update."""
+        """Sends, prepares and commits the weights: a dict, or with transport disk any iterable of names and values, which is
+        read once, in order. Returns the router's report of the update."""
         return self.ended(self.prepare(state_dict, label, commits=True))
 
     def prepare(self, state_dict, label="", commits=False):
@@ -165,7 +172,7 @@ class WeightUpdater:
             source = os.path.join(self.config, name)
             if os.path.exists(source):
                 shutil.copy(source, partial)
-        write_safetensors(os.path.join(partial, "model.safetensors"), state_dict)
+        write_shards(partial, state_dict.items() if hasattr(state_dict, "items") else state_dict)
         os.rename(partial, path)
         return path
 
@@ -233,6 +240,8 @@ class Chunks:
     """A state dict on GPUs, cut into chunks. The digests are computed during the transfer."""
 
     def __init__(self, state_dict, chunk_bytes):
+        if not hasattr(state_dict, "items"):
+            raise UpdateError("the weights are no state dict; expected one, or an iterable with transport disk")
         import torch
 
         self.tensors, self.sources = [], []
@@ -247,12 +256,16 @@ class Chunks:
         self.device = self.sources[0].device
         self.chunks = cut([source.numel() for source in self.sources], chunk_bytes)
         self.plan = plan_hash(self.tensors, self.chunks)
-        for device in {source.device for source in self.sources}:
-            torch.cuda.synchronize(device)
+        # What the caller's current streams have written. Copies wait for this on the GPU, not for other streams.
+        self.written = [torch.cuda.current_stream(device).record_event() for device in {source.device for source in self.sources}]
         self.digests = Digests(self.sources)
 
     def pack(self, index, buffer):
         """Enqueues the copies of a chunk's bytes to the front of a buffer. Returns their number."""
+        import torch
+
+        for event in self.written:
+            torch.cuda.current_stream(self.device).wait_event(event)
         end = 0
         for tensor, begin, size in self.chunks[index]:
             buffer[end : end + size].copy_(self.sources[tensor][begin : begin + size], non_blocking=True)
@@ -850,6 +863,32 @@ def receive(connection, size):
             return b""
         data += part
     return data
+
+
+def write_shards(folder, named):
+    """Writes tensors, given as names and values, to safetensors files and an index."""
+    files, shard, size = {}, {}, 0
+
+    def write():
+        if shard:
+            file = f"model-{len(set(files.values())) + 1:05}.safetensors"
+            write_safetensors(os.path.join(folder, file), shard)
+            files.update(dict.fromkeys(shard, file))
+            shard.clear()
+
+    for name, value in named:
+        if name in files or name in shard:
+            raise UpdateError(f"tensor {name} was given twice; expected each name once")
+        dtype, shape, count = describe(name, value)
+        if size + count > SHARD_BYTES:
+            write()
+            size = 0
+        # On the host, so that the GPU's memory is free for the next tensor.
+        shard[name] = value if isinstance(value, tuple) else (dtype, shape, raw_bytes(value))
+        size += count
+    write()
+    with open(os.path.join(folder, "model.safetensors.index.json"), "w") as index:
+        json.dump({"weight_map": files}, index)
 
 
 def write_safetensors(path, state_dict):
