@@ -106,7 +106,7 @@ unit decode_attention attention/decode_attention.cu
 for name in skinny wide wide_fp8 fp8; do unit ${name}_gemm gemm/${name}_gemm.cu; done
 for name in all_reduce gather; do unit $name collective/$name.cu; done
 for name in digest weights; do unit $name digest/$name.cu; done
-for name in route expert_gemm; do unit $name experts/$name.cu; done
+for name in route expert_gemm mxfp4_gemm; do unit $name experts/$name.cu; done
 unit ranges trace/ranges.cu "-I$nvtx/nvidia/cu13/include"
 for dim in 64 128; do
     unit flash_prefill_$dim src/flash_prefill.cu -DBATON_HEAD_DIM=$dim
@@ -133,8 +133,8 @@ compile() {
         digest | weights)
             own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/digest/*.h kernels/cuda/digest/*.cuh)
             unit_flags+=(-Ikernels/cuda/digest) ;;
-        route | expert_gemm)
-            own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/experts/*.h kernels/cuda/experts/*.cuh)
+        route | expert_gemm | mxfp4_gemm)
+            own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/experts/*.h kernels/cuda/experts/*.cuh kernels/cuda/gemm/hopper.h)
             unit_flags+=(-Ikernels/cuda/experts) ;;
         ranges) own_headers+=(kernels/cuda/trace/*.h) unit_flags+=(-Ikernels/cuda/trace) ;;
         *_gemm) own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/gemm/*.h) ;;

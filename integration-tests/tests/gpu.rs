@@ -40,6 +40,7 @@ mod gpu {
     pub(crate) mod mixes;
     pub(crate) mod model;
     pub(crate) mod moves;
+    pub(crate) mod mxfp4;
     pub(crate) mod nccl;
     pub(crate) mod nodes;
     pub(crate) mod offload;
@@ -106,6 +107,10 @@ fn main() -> ExitCode {
             gpu::experts::equal_rows_and_equal_logits_match_cpu,
             gpu::experts::a_row_has_the_bits_that_it_has_alone,
             gpu::experts::chosen_experts_and_weights_match_cpu,
+            gpu::mxfp4::mixtures_of_any_size_and_rows_match_cpu,
+            gpu::mxfp4::equal_rows_and_equal_logits_match_cpu,
+            gpu::mxfp4::a_row_has_the_bits_that_it_has_alone,
+            gpu::mxfp4::least_and_greatest_scales_are_exact,
             gpu::golden::smollm2_generates_the_golden_tokens_in_f32,
             gpu::golden::smollm2_in_bf16_predicts_every_certain_golden_token,
             gpu::golden::smollm2_cluster_on_a_gpu_generates_the_golden_tokens_in_f32,

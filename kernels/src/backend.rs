@@ -55,6 +55,20 @@ pub trait RowSource: Sync {
     fn read_fp8(&self, _first: usize, _out: &mut [u8]) {
         panic!("the matrix is not stored in FP8");
     }
+    /// Returns the number of parts of equally many rows (two for gate and up) if all rows are
+    /// stored in MXFP4. A backend without kernels for MXFP4 calls the other methods, which
+    /// dequantize.
+    fn mxfp4_parts(&self) -> Option<usize> {
+        None
+    }
+    /// Fills `numbers` and `scales` with those of rows from `first` on: two numbers of 4 bits in a
+    /// byte, the low half first, and a scale for every [`GROUP`](crate::mxfp4::GROUP) numbers.
+    ///
+    /// # Panics
+    /// When [`Self::mxfp4_parts`] is `None`.
+    fn read_mxfp4(&self, _first: usize, _numbers: &mut [u8], _scales: &mut [u8]) {
+        panic!("the matrix is not stored in MXFP4");
+    }
 }
 
 /// Implements [`RowSource::read_rows`] with [`RowSource::read_row`] and a conversion from f32.

@@ -5,6 +5,7 @@
 //! * [`digest`] checks that transferred blocks are intact.
 //! * [`backend`] is the trait over which every forward pass is written, once for all devices.
 //! * [`fp8`] defines FP8 numbers and the scales of their blocks.
+//! * [`mxfp4`] defines the order in which GPUs read weights in MXFP4.
 //! * [`shard`] defines the part of a model that a tensor-parallel rank computes.
 //! * [`sampling`] defines the sampling rules, which are the same on every device.
 //! * [`cpu`] is the backend that runs everywhere, with its plain f32 reference.
@@ -21,6 +22,7 @@ pub mod cuda;
 pub mod digest;
 pub mod fp8;
 pub mod layout;
+pub mod mxfp4;
 pub mod offload;
 pub mod peer;
 pub mod sampling;

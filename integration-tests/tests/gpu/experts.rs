@@ -17,7 +17,7 @@ use super::{
 const EPS: f32 = 1e-5;
 
 /// A matrix whose outputs have about the magnitude of its inputs.
-struct Scaled(Random);
+pub(super) struct Scaled(pub Random);
 
 impl RowSource for Scaled {
     fn rows(&self) -> usize {
@@ -37,7 +37,7 @@ impl RowSource for Scaled {
 }
 
 /// A router whose logits are all 0.
-struct Zeros(usize, usize);
+pub(super) struct Zeros(pub usize, pub usize);
 
 impl RowSource for Zeros {
     fn rows(&self) -> usize {
@@ -143,21 +143,26 @@ impl RowSource for Eighths {
     }
 }
 
-/// Matrices of a mixture.
-struct Sources<'a> {
-    router: &'a dyn RowSource,
-    shared_router: Option<&'a dyn RowSource>,
-    bias: Option<Vec<f32>>,
+/// Matrices and biases of a mixture.
+pub(super) struct Sources<'a> {
+    pub router: &'a dyn RowSource,
+    pub shared_router: Option<&'a dyn RowSource>,
+    pub bias: Option<Vec<f32>>,
     /// Gate and up, and down, of an expert; the shared expert follows the last one.
-    expert: &'a dyn Fn(usize, usize) -> [Box<dyn RowSource>; 2],
+    pub expert: &'a dyn Fn(usize, usize) -> [Box<dyn RowSource>; 2],
+    /// Biases of gate and up, and of down, of each expert.
+    pub biases: Vec<[Vec<f32>; 2]>,
+    pub activation: GatedActivation,
 }
 
 /// A mixture of experts and its buffers on a backend.
-struct Mixture<B: Backend> {
+pub(super) struct Mixture<B: Backend> {
     router: B::Matrix,
     shared_router: Option<B::Matrix>,
     bias: Option<B::Vector>,
     experts: Vec<(B::Matrix, B::Matrix)>,
+    biases: Vec<(B::Vector, B::Vector)>,
+    activation: GatedActivation,
     shared: Option<(B::Matrix, B::Matrix)>,
     choice: ExpertChoice,
     norm: B::Vector,
@@ -168,7 +173,7 @@ struct Mixture<B: Backend> {
 }
 
 impl<B: Bench> Mixture<B> {
-    fn new(
+    pub(super) fn new(
         backend: &B,
         rows_max: usize,
         (shape, choice): (ExpertShape, ExpertChoice),
@@ -184,6 +189,12 @@ impl<B: Bench> Mixture<B> {
             shared_router: sources.shared_router.map(|router| backend.router(router)),
             bias: sources.bias.as_ref().map(|bias| backend.vector(bias)),
             experts: (0..count).map(|index| expert(index, size)).collect(),
+            biases: sources
+                .biases
+                .iter()
+                .map(|[gate_up, down]| (backend.vector(gate_up), backend.vector(down)))
+                .collect(),
+            activation: sources.activation,
             shared: (shared > 0).then(|| expert(count, shared)),
             choice,
             norm: backend.vector(&numbers(3, hidden)),
@@ -195,25 +206,16 @@ impl<B: Bench> Mixture<B> {
     }
 
     /// Returns the mixture, and residual stream and norm after its addition.
-    fn run(&mut self, backend: &mut B, rows: usize, x: &[f32]) -> [Vec<f32>; 3] {
+    pub(super) fn run(&mut self, backend: &mut B, rows: usize, x: &[f32]) -> [Vec<f32>; 3] {
         let shared = self.shared.as_ref().map(|(gate_up, down)| SharedExpert {
             gate_up,
             down,
             router: self.shared_router.as_ref(),
         });
-        let Self { router, bias, experts, choice, .. } = self;
-        let (bias, choice) = (bias.as_ref(), *choice);
-        let activation = GatedActivation::Silu;
-        let weights = ExpertWeights {
-            router,
-            bias,
-            experts,
-            biases: &[],
-            activation,
-            first: 0,
-            shared,
-            choice,
-        };
+        let Self { router, bias, experts, biases, activation, choice, .. } = self;
+        let (bias, activation, choice) = (bias.as_ref(), *activation, *choice);
+        let weights =
+            ExpertWeights { router, bias, experts, biases, activation, first: 0, shared, choice };
         let Self { norm, buffers, x: input, delta, residual, .. } = self;
         backend.put(input, x);
         backend.put(residual, &x.iter().map(|value| value * 0.5).collect::<Vec<_>>());
@@ -237,8 +239,9 @@ const SHAPES: [ExpertShape; 8] = [
     ExpertShape { count: 5, chosen: 3, hidden: 80, size: 48, shared: 48 },
     ExpertShape { count: 60, chosen: 4, hidden: 1040, size: 144, shared: 272 },
 ];
-const ROWS: [usize; 17] = [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 131, 256, 257, 300];
-const ROWS_MAX: usize = 300;
+pub(super) const ROWS: [usize; 17] =
+    [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 131, 256, 257, 300];
+pub(super) const ROWS_MAX: usize = 300;
 /// Maximum rows of a mixture in FP8 whose inputs are not rounded to FP8.
 const FEW_ROWS_MAX: usize = 256;
 
@@ -272,11 +275,18 @@ fn with_sources<T>(
         shared_router: has_router.then_some(&shared_router),
         bias: None,
         expert: &expert,
+        biases: Vec::new(),
+        activation: GatedActivation::Silu,
     })
 }
 
 /// `rounds`: inputs are rounded to FP8, with a relative error of 1/38 (root mean square).
-fn assert_close(found: &[Vec<f32>; 3], wanted: &[Vec<f32>; 3], rounds: bool, what: &str) {
+pub(super) fn assert_close(
+    found: &[Vec<f32>; 3],
+    wanted: &[Vec<f32>; 3],
+    rounds: bool,
+    what: &str,
+) {
     let tolerance = if rounds { 0.5 } else { 0.03 };
     for (index, (found, wanted)) in found.iter().zip(wanted).enumerate() {
         assert_eq!(found.len(), wanted.len(), "{what}");
@@ -396,6 +406,8 @@ pub(crate) fn chosen_experts_and_weights_match_cpu() {
         (256, grouped(softmax(6, false), 32, 3), false),
         (40, ExpertChoice { is_normalized: false, ..sigmoid(32) }, true),
         (6, grouped(sigmoid(2), 6, 2), true),
+        (32, ExpertChoice { score: ExpertScore::BiasedSoftmax, ..softmax(4, true) }, true),
+        (128, ExpertChoice { score: ExpertScore::BiasedSoftmax, ..softmax(4, true) }, true),
     ] {
         let hidden = 264;
         let shape = ExpertShape { count, chosen: choice.count, hidden, size: SIZE, shared: 0 };
@@ -409,7 +421,14 @@ pub(crate) fn chosen_experts_and_weights_match_cpu() {
         let bias = numbers(12, count).iter().map(|value| (value * 16.0).round() / 64.0).collect();
         let router = Eighths(Random { rows: count, cols: hidden, seed: 77 });
         let bias = has_bias.then_some(bias);
-        let sources = Sources { router: &router, shared_router: None, bias, expert: &expert };
+        let sources = Sources {
+            router: &router,
+            shared_router: None,
+            bias,
+            expert: &expert,
+            biases: Vec::new(),
+            activation: GatedActivation::Silu,
+        };
         let options = CudaOptions::new(WeightFormat::Bf16);
         let (mut cuda, mut on_gpu) = gpu.backend_with(options, |backend| {
             Mixture::new(backend, ROWS_MAX, (shape, choice), &sources)

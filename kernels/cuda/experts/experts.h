@@ -16,7 +16,7 @@ typedef struct {
   const float *squares; /* null, or as in baton_skinny_gemm_args: x lacks the scale of its norm */
   const void *router;   /* bf16 [experts][hidden] */
   float *logits;        /* null: x times the router; else f32 [rows][experts], which is overwritten, and x is not read */
-  const float *bias;    /* null, or [experts]: added to the scores for the choice; weights do not include it */
+  const float *bias;    /* null, or [experts]: added as `score` says */
   void *split;          /* null, or FP8 [rows][2][hidden]: x as the sum of two parts, times `scales`; null with `logits` */
   int32_t *expert_of;   /* [rows][count]: experts of each row, by falling score plus bias */
   float *weights;       /* [rows][count] */
@@ -31,7 +31,8 @@ typedef struct {
   int32_t experts; /* 1 to BATON_EXPERTS_MAX */
   int32_t count;   /* 1 to BATON_EXPERTS_CHOSEN_MAX, at most `experts` */
   int32_t is_normalized; /* whether a row's weights are divided by their sum */
-  int32_t is_sigmoid;    /* scores: 0: softmax over the logits; 1: sigmoid of each logit */
+  int32_t score;         /* scores: 0: softmax over the logits; 1: sigmoid of each logit; both add the bias to the
+                            scores for the choice, and not to the weights; 2: softmax over logits plus bias */
   int32_t groups;        /* number of groups of neighbouring experts; 1 to 32, a divisor of `experts` */
   int32_t groups_chosen; /* groups of which a row may choose experts: those with the greatest sums of their two best
                             scores, with bias */
@@ -76,6 +77,40 @@ typedef struct {
 /* Multiplies each row with the weights of its experts. A row's results do not depend on the other rows.
  * BATON_UNSUPPORTED except on compute capability 9.0. */
 BATON_API int32_t baton_expert_gemm(const baton_expert_gemm_args *args, void *stream);
+
+/* 128 bytes. */
+typedef struct {
+  const void *weight;    /* MXFP4 [n][depth] of expert 0 in chunks of 64 rows and 64 columns: those of the first 64 rows
+                            come first. Rows and columns are padded with zeros to whole chunks. Rows of gate and up take
+                            turns: eight of gate, then the eight of up for the same outputs. A chunk has 2,048 bytes of
+                            numbers and 128 bytes of scales, in the order of mxfp4_gemm.cu and kernels/src/mxfp4.rs */
+  int64_t weight_stride; /* bytes from one expert's weight to the next, a multiple of 16 */
+  const float *bias;     /* null, or [n] of expert 0: outputs, or gate and then up */
+  int64_t bias_stride;   /* from one expert to the next */
+  const void *x;         /* bf16 [rows][x_stride] (gate and up), or [rows * count][x_stride] by position (down) */
+  int64_t x_stride;
+  const float *scales;   /* gate and up: null, or a factor of each row of x */
+  void *out;             /* gate and up: bf16 [rows * count][n / 2] by position:
+                            g * sigmoid(alpha * g) * (u + 1), where g is the gate value, at most `limit`, and u the up
+                            value, clamped to -limit..limit; down: bf16 [rows * count][n] by assignment */
+  int64_t out_stride;
+  const int32_t *offsets; /* of baton_route */
+  const int32_t *order;
+  int32_t rows;
+  int32_t experts;
+  int32_t count;
+  int32_t n;     /* rows of a weight: outputs, a multiple of 8, or gate and up rows, each a multiple of 8 */
+  int32_t depth; /* columns of a weight, a multiple of 32 */
+  int32_t is_gate_up;
+  int32_t grid; /* as in baton_expert_gemm_args, as pdl */
+  int32_t pdl;
+  float alpha;
+  float limit;
+} baton_mxfp4_gemm_args;
+
+/* Multiplies each row with the weights of its experts, which are widened to bf16 exactly. A row's results do not depend
+ * on the other rows. BATON_UNSUPPORTED except on compute capability 9.0. */
+BATON_API int32_t baton_mxfp4_gemm(const baton_mxfp4_gemm_args *args, void *stream);
 
 /* 88 bytes. */
 typedef struct {

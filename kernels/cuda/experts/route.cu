@@ -17,6 +17,7 @@ constexpr int kRowsOfCta = kTileRows / kCluster;
 constexpr int kRouteWarps = 8, kListWarps = 32;
 constexpr int kOwned = BATON_EXPERTS_MAX / WARP;  // experts of a lane, at most
 constexpr float kSumMin = 1e-20f, kSoftmaxSumMin = 1e-12f;  // prevent a division by zero, as on CPUs
+constexpr int kSigmoid = 1, kBiasedSoftmax = 2;  // values of baton_route_args.score
 constexpr int kAssignmentsMax = kRouteWarps * UINT16_MAX;  // a warp counts its part in 16 bits
 
 // ---- Choice of experts ----
@@ -36,9 +37,10 @@ __device__ __forceinline__ void find_scores(const baton_route_args& p, const flo
   for (int i = 0; i < OWNED; ++i) {
     const int expert = i * WARP + lane;
     scores[i] = expert < p.experts ? logits[expert] : -INFINITY;
+    if (p.score == kBiasedSoftmax && p.bias && expert < p.experts) scores[i] += p.bias[expert];
     greatest = fmaxf(greatest, scores[i]);
   }
-  if (p.is_sigmoid) {
+  if (p.score == kSigmoid) {
 #pragma unroll
     for (int i = 0; i < OWNED; ++i) {
       const float power = expf(-fabsf(scores[i]));
@@ -99,7 +101,8 @@ __device__ int choose(const baton_route_args& p, float* logits, int row) {
 #pragma unroll
   for (int i = 0; i < OWNED; ++i) {
     const int expert = i * WARP + lane;
-    biased[i] = scores[i] + (p.bias && expert < p.experts ? p.bias[expert] : 0.f);
+    const bool has_bias = p.bias && p.score != kBiasedSoftmax && expert < p.experts;
+    biased[i] = scores[i] + (has_bias ? p.bias[expert] : 0.f);
     keys[i] = expert < p.experts ? key_of(biased[i]) : 0;
   }
   if (p.groups > 1) keep_groups(p, biased, logits, keys);
@@ -123,7 +126,7 @@ __device__ int choose(const baton_route_args& p, float* logits, int row) {
   }
   if (p.is_normalized) {
     const float sum = warp_sum(weight);
-    weight /= p.is_sigmoid ? sum + kSumMin : fmaxf(sum, kSoftmaxSumMin);
+    weight /= p.score == kSigmoid ? sum + kSumMin : fmaxf(sum, kSoftmaxSumMin);
   }
   if (lane < p.count) {
     p.expert_of[static_cast<int64_t>(row) * p.count + lane] = expert;
@@ -521,6 +524,7 @@ int32_t check_route(const baton_route_args& p) {
                 p.groups, p.experts, WARP);
   BATON_REQUIRE(p.groups_chosen > 0 && p.groups_chosen <= p.groups && p.count <= p.experts / p.groups * p.groups_chosen,
                 "groups_chosen is %d; expected groups, up to %d, with %d experts", p.groups_chosen, p.groups, p.count);
+  BATON_REQUIRE(p.score >= 0 && p.score <= kBiasedSoftmax, "score is %d; expected 0 to %d", p.score, kBiasedSoftmax);
   if (p.logits) return BATON_OK;
   BATON_REQUIRE(p.x && p.router && p.scales, "x, router or scales is null");
   BATON_REQUIRE(p.hidden > 0 && p.hidden % 8 == 0, "hidden is %d; expected multiples of 8", p.hidden);

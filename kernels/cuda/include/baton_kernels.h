@@ -30,7 +30,7 @@
 #endif
 
 /* Increases with every incompatible change of this file. */
-#define BATON_ABI_VERSION 11
+#define BATON_ABI_VERSION 12
 
 /* Tokens per KV block. */
 #define BATON_BLOCK_TOKENS 16

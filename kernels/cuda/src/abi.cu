@@ -27,6 +27,7 @@ static_assert(sizeof(baton_decode_attention_args) == 16 * 8 + 10 * 4);
 static_assert(sizeof(baton_group) == 96 && sizeof(baton_all_reduce_args) == 56 && sizeof(baton_gather_args) == 80);
 static_assert(sizeof(baton_route_args) == 13 * 8 + 12 * 4);
 static_assert(sizeof(baton_expert_gemm_args) == 12 * 8 + 10 * 4);
+static_assert(sizeof(baton_mxfp4_gemm_args) == 11 * 8 + 10 * 4);
 static_assert(sizeof(baton_combine_args) == 9 * 8 + 4 * 4);
 
 namespace baton {
@@ -35,6 +36,7 @@ int32_t load_all_reduce();
 int32_t load_digest();
 int32_t load_expert_gemm();
 int32_t load_gather();
+int32_t load_mxfp4_gemm();
 int32_t load_route();
 int32_t load_tp_sample();
 int32_t load_weights();
@@ -110,7 +112,8 @@ BATON_API int32_t baton_initialise(void) {
     BATON_TRY(current_device(device));
     for (auto part : {load_rows, load_quantize, load_rope, load_blocks, load_step, load_drafts, load_attention, load_decode_attention,
                       load_skinny_gemm, load_sample, load_probe, load_all_reduce, load_gather,
-                      load_tp_sample, load_digest, load_weights, load_route, load_expert_gemm}) {
+                      load_tp_sample, load_digest, load_weights, load_route, load_expert_gemm,
+                      load_mxfp4_gemm}) {
       const int32_t code = part();
       if (code == BATON_CUDA + cudaErrorNoKernelImageForDevice || code == BATON_CUDA + cudaErrorInvalidDeviceFunction) {
         return fail(BATON_UNSUPPORTED, "the kernel library holds code for %s; this device is sm_%d%d",
@@ -149,6 +152,7 @@ BATON_API int32_t baton_struct_sizes(uint32_t* sizes_host, int32_t capacity) {
       sizeof(baton_gather_args),
       sizeof(baton_route_args),
       sizeof(baton_expert_gemm_args),
+      sizeof(baton_mxfp4_gemm_args),
       sizeof(baton_combine_args),
   };
   constexpr int32_t count = sizeof(sizes) / sizeof(sizes[0]);

@@ -63,18 +63,21 @@ GatherArgs = struct("GatherArgs", x=P, x_stride=I64, out=P, out_stride=I64, firs
                     reserved=I32 * 2)
 RouteArgs = struct("RouteArgs", x=P, x_stride=I64, squares=P, router=P, logits=P, bias=P, split=P, expert_of=P,
                    weights=P, scales=P, offsets=P, order=P, arrivals=P, eps=F32, squares_count=I32, rows=I32,
-                   hidden=I32, experts=I32, count=I32, is_normalized=I32, is_sigmoid=I32, groups=I32,
+                   hidden=I32, experts=I32, count=I32, is_normalized=I32, score=I32, groups=I32,
                    groups_chosen=I32, scale=F32, reserved=I32)
 ExpertGemmArgs = struct("ExpertGemmArgs", weight=P, weight_stride=I64, x=P, x_stride=I64, scales=P, out=P,
                         out_stride=I64, offsets=P, order=P, weight_scales=P, weight_scales_stride=I64, factors=P,
                         rows=I32, experts=I32, count=I32, n=I32, depth=I32, is_gate_up=I32, grid=I32, pdl=I32,
                         parts=I32, factor_stride=I32)
+Mxfp4GemmArgs = struct("Mxfp4GemmArgs", weight=P, weight_stride=I64, bias=P, bias_stride=I64, x=P, x_stride=I64, scales=P,
+                       out=P, out_stride=I64, offsets=P, order=P, rows=I32, experts=I32, count=I32, n=I32, depth=I32,
+                       is_gate_up=I32, grid=I32, pdl=I32, alpha=F32, limit=F32)
 CombineArgs = struct("CombineArgs", outputs=P, weights=P, residual=P, norm=P, out=P, shared=P, shared_router=P, x=P,
                      x_stride=I64, eps=F32, count=I32, rows=I32, width=I32)
 NEEDS_DRAW, NEEDS_CUT, NEEDS_LOGPROBS, NEEDS_PENALTIES, NEEDS_RULES, NEEDS_ALL = 1, 2, 4, 8, 16, 31
 STRUCTS = [QuantizeArgs, Kv, RopeArgs, Sampling, Slot, Pool, PlanHeader, PlanSequence, PlanAdmission, PlanRun, Step, Shape, Batch,
            Workspace, AttentionPlan, SampleResult, TokenLogprob, SampleArgs, SkinnyArgs, DecodeArgs, Group,
-           AllReduceArgs, GatherArgs, RouteArgs, ExpertGemmArgs, CombineArgs]
+           AllReduceArgs, GatherArgs, RouteArgs, ExpertGemmArgs, Mxfp4GemmArgs, CombineArgs]
 
 ARGUMENTS = {
     "initialise": [],

@@ -491,6 +491,7 @@ impl Backend for CudaBackend {
         assert_eq!(out.width, w.rows, "matmul: output width and matrix rows differ");
         assert_eq!(x.dtype, w.dtype, "matmul: types of input and matrix differ");
         assert!(w.scales.is_some() || x.is_mirrored(), "matmul: the rows are only in FP8");
+        assert!(!w.is_mxfp4, "matmul: only experts have weights in MXFP4");
         if self.is_faulty() {
             return;
         }

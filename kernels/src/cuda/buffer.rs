@@ -6,6 +6,7 @@ use super::{ffi::Address, memory::Range};
 use crate::{
     backend::RowSource,
     layout::{Dtype, WeightFormat},
+    mxfp4,
 };
 
 /// A weight matrix `[rows][cols]`, row-major and contiguous.
@@ -18,6 +19,8 @@ pub struct CudaMatrix {
     pub(super) dtype: Dtype,
     /// The f32 scale of each row, for elements in FP8.
     pub(super) scales: Option<Range>,
+    /// Whether `data` has numbers and scales in MXFP4, in the order of [`mxfp4`].
+    pub(super) is_mxfp4: bool,
 }
 
 impl CudaMatrix {
@@ -29,6 +32,10 @@ impl CudaMatrix {
         cut: impl Fn(usize) -> Range,
     ) -> Self {
         let (rows, cols) = (source.rows(), source.cols());
+        if dtype == Dtype::Bf16 && source.mxfp4_parts().is_some() {
+            let data = cut(mxfp4::packed_bytes(rows, cols));
+            return Self { data, rows, cols, dtype, scales: None, is_mxfp4: true };
+        }
         // cuBLASLt has FP8 GEMMs for multiples of 16 only.
         let is_fp8 = format == WeightFormat::Fp8
             && source.may_be_quantized()
@@ -38,7 +45,7 @@ impl CudaMatrix {
         let bytes = rows.checked_mul(cols).and_then(|count| count.checked_mul(element_bytes));
         let data = cut(bytes.expect("a matrix fits the address space"));
         let scales = is_fp8.then(|| cut(rows * size_of::<f32>()));
-        Self { data, rows, cols, dtype, scales }
+        Self { data, rows, cols, dtype, scales, is_mxfp4: false }
     }
 }
 

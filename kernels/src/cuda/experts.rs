@@ -5,6 +5,8 @@
 //! shared expert. With more rows the router's GEMM runs on cuBLASLt, which adds in another order,
 //! and inputs of experts in FP8 are rounded to FP8.
 
+mod mxfp4;
+
 use super::{
     backend::{CudaBackend, wide},
     buffer::{CudaBuffer, CudaMatrix, CudaVector, DeferredNorm},
@@ -15,7 +17,7 @@ use super::{
     memory::Range,
 };
 use crate::{
-    backend::{Backend, ExpertScore, ExpertShape, ExpertWeights, SharedExpert},
+    backend::{Backend, ExpertScore, ExpertShape, ExpertWeights, GatedActivation, SharedExpert},
     layout::{Dtype, WeightFormat},
 };
 
@@ -102,7 +104,7 @@ impl<'a> Stacked<'a> {
         let scales_of = |matrix: &CudaMatrix| matrix.scales.as_ref().map(Range::address);
         let first = matrices.next().expect("a mixture has experts");
         let (base, base_scales) = (first.data.address(), scales_of(first));
-        let mut stride = rows * cols * if first.scales.is_some() { 1 } else { Dtype::Bf16.bytes() };
+        let mut stride = first.data.bytes();
         for (index, matrix) in (1..).zip(matrices) {
             let distance = (matrix.data.address() - base) as usize;
             if index == 1 {
@@ -114,6 +116,7 @@ impl<'a> Stacked<'a> {
                 "experts are equally far apart"
             );
             assert!((matrix.rows, matrix.cols) == (rows, cols), "experts have equal sizes");
+            assert_eq!(matrix.is_mxfp4, first.is_mxfp4, "experts: formats differ");
         }
         assert!((first.rows, first.cols) == (rows, cols), "the experts do not match the buffers");
         assert!(first.dtype == Dtype::Bf16, "experts compute with bf16");
@@ -196,7 +199,6 @@ impl CudaBackend {
     ) {
         let ExpertShape { count, chosen, hidden, size, .. } = buffers.shape;
         let &ExpertWeights { router, experts, choice, .. } = weights;
-        assert!(weights.biases.is_empty(), "experts: models whose experts have biases are refused");
         assert!(rows <= buffers.rows_max, "{rows} rows exceed the buffers' {}", buffers.rows_max);
         assert_eq!((experts.len(), choice.count), (count, chosen), "experts: counts differ");
         assert_eq!((router.rows, router.cols), (count, hidden), "experts: the router's size");
@@ -204,6 +206,12 @@ impl CudaBackend {
         let gate_up = Stacked::new(experts.iter().map(|expert| &expert.0), (2 * size, hidden));
         let down = Stacked::new(experts.iter().map(|expert| &expert.1), (hidden, size));
         assert_eq!(gate_up.is_fp8(), down.is_fp8(), "experts: formats differ");
+        let is_mxfp4 = gate_up.first.is_mxfp4;
+        assert_eq!(is_mxfp4, down.first.is_mxfp4, "experts: formats differ");
+        assert!(
+            is_mxfp4 || weights.biases.is_empty() && weights.activation == GatedActivation::Silu,
+            "experts: only experts in MXFP4 have biases and a clamped SwiGLU"
+        );
         if rows == 0 || self.is_faulty() {
             return;
         }
@@ -219,6 +227,9 @@ impl CudaBackend {
         } else {
             self.route_few(rows, x, weights, buffers, gate_up.is_fp8())
         };
+        if is_mxfp4 {
+            return self.run_mxfp4(rows, &inputs, weights, (&gate_up, &down), buffers);
+        }
         let fp8 = buffers.fp8.as_ref().filter(|_| gate_up.is_fp8());
         let shared = ffi::ExpertGemmArgs {
             offsets: buffers.offsets.address(),
@@ -343,7 +354,11 @@ impl CudaBackend {
                 bias.data.address()
             }),
             is_normalized: weights.choice.is_normalized.into(),
-            is_sigmoid: (weights.choice.score == ExpertScore::Sigmoid).into(),
+            score: match weights.choice.score {
+                ExpertScore::Softmax => 0,
+                ExpertScore::Sigmoid => 1,
+                ExpertScore::BiasedSoftmax => 2,
+            },
             groups: weights.choice.groups as i32,
             groups_chosen: weights.choice.groups_chosen as i32,
             scale: weights.choice.scale,

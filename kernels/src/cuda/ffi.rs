@@ -10,7 +10,7 @@ use cudarc::driver::sys::CUdeviceptr;
 use crate::layout::Dtype;
 
 /// `BATON_ABI_VERSION`.
-pub(super) const ABI_VERSION: i32 = 11;
+pub(super) const ABI_VERSION: i32 = 12;
 /// `BATON_INVALID`.
 pub(super) const INVALID: i32 = 1;
 /// `BATON_UNSUPPORTED`.
@@ -89,7 +89,7 @@ macro_rules! structs {
         )*
 
         /// Sizes in bytes of the structs, in order.
-        pub(super) const STRUCT_BYTES: [usize; 26] = [$(size_of::<$name>()),*];
+        pub(super) const STRUCT_BYTES: [usize; 27] = [$(size_of::<$name>()),*];
     };
 }
 
@@ -434,7 +434,7 @@ structs! {
         pub experts: i32,
         pub count: i32,
         pub is_normalized: i32,
-        pub is_sigmoid: i32,
+        pub score: i32,
         pub groups: i32,
         pub groups_chosen: i32,
         pub scale: f32,
@@ -465,6 +465,31 @@ structs! {
         pub pdl: i32,
         pub parts: i32,
         pub factor_stride: i32,
+    }
+
+    #[derive(Default)]
+    pub struct Mxfp4GemmArgs {
+        pub weight: Address,
+        pub weight_stride: i64,
+        pub bias: Address,
+        pub bias_stride: i64,
+        pub x: Address,
+        pub x_stride: i64,
+        pub scales: Address,
+        pub out: Address,
+        pub out_stride: i64,
+        pub offsets: Address,
+        pub order: Address,
+        pub rows: i32,
+        pub experts: i32,
+        pub count: i32,
+        pub n: i32,
+        pub depth: i32,
+        pub is_gate_up: i32,
+        pub grid: i32,
+        pub pdl: i32,
+        pub alpha: f32,
+        pub limit: f32,
     }
 
     #[derive(Default)]
@@ -559,6 +584,7 @@ functions! {
     baton_skinny_gemm_tile: fn(*const SkinnyGemmArgs) -> i32;
     baton_route: fn(*const RouteArgs, RawStream) -> i32;
     baton_expert_gemm: fn(*const ExpertGemmArgs, RawStream) -> i32;
+    baton_mxfp4_gemm: fn(*const Mxfp4GemmArgs, RawStream) -> i32;
     baton_combine_experts: fn(*const CombineArgs, RawStream) -> i32;
     baton_sample: fn(*const SlotPool, *const StepArrays, *const SampleArgs, RawStream) -> i32;
     baton_draft: fn(*const SlotPool, *const StepArrays, i32, i32, i32, i32, RawStream) -> i32;

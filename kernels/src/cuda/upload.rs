@@ -21,6 +21,7 @@ use crate::{
     cpu::threads::ThreadPool,
     fp8::{self, BlockScales},
     layout::Dtype,
+    mxfp4,
 };
 
 /// Pinned buffers. One is filled while others are copied; more than two absorb jitter of either
@@ -138,9 +139,30 @@ impl Uploads {
         to: &CudaMatrix,
     ) -> Result<(), CudaError> {
         match &to.scales {
+            None if to.is_mxfp4 => self.mxfp4_tiles(source, &to.data),
             None => self.rows(source, to.dtype, &to.data),
             Some(scales) => self.fp8_rows(source, &to.data, scales),
         }
+    }
+
+    /// Reads a matrix in MXFP4 and packs it.
+    fn mxfp4_tiles(&mut self, source: &dyn RowSource, to: &Range) -> Result<(), CudaError> {
+        let parts = source.mxfp4_parts().expect("the matrix was placed in MXFP4");
+        let tile_bytes = mxfp4::tile_bytes(source.cols());
+        if tile_bytes > BUFFER_BYTES {
+            return Err(too_wide(source));
+        }
+        let step = BUFFER_BYTES / tile_bytes * tile_bytes;
+        for begin in (0..to.bytes()).step_by(step) {
+            let bytes = step.min(to.bytes() - begin);
+            let (mut pinned, done) = self.buffer()?;
+            self.readers.for_each_piece(&mut pinned[..bytes], tile_bytes, |_, piece, out| {
+                mxfp4::pack_tile(source, parts, begin / tile_bytes + piece, out);
+            });
+            let copy = pinned.upload(bytes, to, begin, &self.stream, done)?;
+            self.buffers.in_flight.push_back(copy);
+        }
+        Ok(())
     }
 
     /// Reads a matrix in FP8. Quantizes rows that are not stored in FP8 with a scale for each row.
@@ -193,11 +215,7 @@ impl Uploads {
             return Ok(());
         }
         if row_bytes > BUFFER_BYTES {
-            return Err(CudaError::Unsupported {
-                what: "the width of a weight matrix",
-                value: source.cols().to_string(),
-                allowed: "up to 4,194,304",
-            });
+            return Err(too_wide(source));
         }
         let step = BUFFER_BYTES / row_bytes;
         for first in (0..rows).step_by(step) {
@@ -208,6 +226,14 @@ impl Uploads {
             self.buffers.in_flight.push_back(copy);
         }
         Ok(())
+    }
+}
+
+fn too_wide(source: &dyn RowSource) -> CudaError {
+    CudaError::Unsupported {
+        what: "the width of a weight matrix",
+        value: source.cols().to_string(),
+        allowed: "up to 4,194,304, and up to 493,440 in MXFP4",
     }
 }
 

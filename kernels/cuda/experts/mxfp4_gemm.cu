@@ -1,0 +1,498 @@
+// y = x W^T for the rows of each expert, with weights in MXFP4 (sm_90a). wgmma takes its first operand from registers.
+// So weight rows are the rows of the result, and rows of x are its columns: a warpgroup widens 64 weight rows to bf16
+// in registers, while the tensor cores multiply the slice before. No weight is written to shared memory a second time.
+//
+// The widened weight is exact: the bits of two e2m1 numbers are moved to their places in two bf16 numbers, which are
+// then 2^126 times too small. A multiplication with 2^(scale - 1) gives the numbers times their scale (e8m0).
+//
+// A weight lies in chunks of 64 rows and 64 columns, in the order in which the threads read it, so one bulk copy loads
+// a chunk. Rows of x are loaded by index, as in expert_gemm.cu. The order of a sum over k does not depend on the tile:
+// a row's results have the same bits in any company. CTAs count their tiles from the lists, so that a captured graph
+// fits any routing. With `pdl` down fills its ring with weights before the preceding kernel has completed.
+#include "../gemm/hopper.h"
+#include "experts.h"
+#include "items.cuh"
+#include "rows.cuh"
+
+namespace baton {
+namespace {
+
+constexpr int kSlice = 64;        // columns of a chunk
+constexpr int kSliceBytes = 128;  // of a row of x in a stage
+constexpr int kGroupRows = 64;    // weight rows of a chunk and of a warpgroup
+constexpr int kNumberBytes = kGroupRows * kSlice / 2;
+constexpr int kChunkBytes = kNumberBytes + kGroupRows * (kSlice / 32);  // numbers, then scales
+constexpr int kSmemOfSm = 228 * 1024;
+constexpr int kStagesMost = 20;
+constexpr int kFewRows = 8, kSomeRows = 40;  // rows of an expert, on average, up to which smaller tiles are faster
+
+// GROUPS: warpgroups of 64 weight rows; ROWS: rows of x; LOADERS: threads that load; CTAS: CTAs of an SM.
+template <int GROUPS, int ROWS, int LOADERS, int CTAS>
+struct Shape {
+  static constexpr int kGroups = GROUPS, kRows = ROWS, kLoaders = LOADERS, kCtas = CTAS;
+  static constexpr int kThreads = GROUPS * 128 + LOADERS;
+  static constexpr int kLoadRows = LOADERS / 8;           // rows that the loaders load at once
+  static constexpr int kOwnLoads = ROWS / kLoadRows;      // rows that a thread loads
+  static constexpr int kOwnColumns = (ROWS + 127) / 128;  // rows of x that a thread looks up for its warpgroup
+  static constexpr int kXBytes = ROWS * kSliceBytes, kStageBytes = kXBytes + GROUPS * kChunkBytes;
+  static constexpr int kStatic = static_cast<int>(sizeof(ItemTable)) + 2 * kStagesMost * 8 + GROUPS * ROWS * 8 + 64;
+  static constexpr int kFit = (kSmemOfSm / CTAS - 2048 - kStatic) / kStageBytes;
+  static constexpr int kStages = kFit < kStagesMost ? kFit : kStagesMost;
+  static constexpr int kShared = kStages * kStageBytes + 1024;
+  static constexpr bool kMovesRegisters = LOADERS == 128;  // from the loaders to the sums
+  static_assert(ROWS % 32 == 0, "the loads and the stores take whole groups of rows");
+};
+using Few = Shape<1, 32, 32, 3>;
+using Some = Shape<3, 64, 64, 1>;
+using Many = Shape<2, 256, 128, 1>;
+
+#define D8(a)                                                                                                 \
+  "+f"(d[a]), "+f"(d[a + 1]), "+f"(d[a + 2]), "+f"(d[a + 3]), "+f"(d[a + 4]), "+f"(d[a + 5]), "+f"(d[a + 6]), \
+      "+f"(d[a + 7])
+#define D32(a) D8(a), D8(a + 8), D8(a + 16), D8(a + 24)
+#define REGS16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define REGS32 REGS16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define REGS128                                                                                                        \
+  REGS32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57"    \
+         ",%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83"    \
+         ",%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107"    \
+         ",%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define WGMMA(N, REGS, A0, A1, A2, A3, B, S, ...)                                                         \
+  asm volatile(                                                                                           \
+      "{\n.reg .pred adds;\nsetp.ne.b32 adds, " S ", 0;\n"                                                \
+      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGS "}, {" A0 "," A1 "," A2 "," A3    \
+      "}, " B ", adds, 1, 1, 0;\n}\n"                                                                     \
+      : __VA_ARGS__                                                                                       \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds))
+
+// d = a b (+ d): 64 weight rows in registers, N rows of x, 16 of k.
+template <int N>
+__device__ __forceinline__ void multiply_widened(float (&d)[N / 2], const uint32_t* a, uint64_t b, int adds) {
+  if constexpr (N == 32) {
+    WGMMA(32, REGS16, "%16", "%17", "%18", "%19", "%20", "%21", D8(0), D8(8));
+  } else if constexpr (N == 64) {
+    WGMMA(64, REGS32, "%32", "%33", "%34", "%35", "%36", "%37", D32(0));
+  } else {
+    static_assert(N == 256, "no wgmma instruction for this N");
+    WGMMA(256, REGS128, "%128", "%129", "%130", "%131", "%132", "%133", D32(0), D32(32), D32(64), D32(96));
+  }
+}
+#undef WGMMA
+#undef REGS128
+#undef REGS32
+#undef REGS16
+#undef D32
+#undef D8
+
+__device__ __forceinline__ void fetch_chunk(uint32_t to, const char* from, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(kChunkBytes), "r"(barrier)
+               : "memory");
+}
+
+// ---- Widening ----
+
+__device__ __forceinline__ uint32_t multiply_pair(uint32_t pair, uint32_t factor) {
+  uint32_t product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(factor));
+  return product;
+}
+
+// Returns two equal bf16 numbers: 2^(exponent - 127) for an exponent from 1 to 254.
+__device__ __forceinline__ uint32_t power_pair(uint32_t exponent) { return exponent << 7 | exponent << 23; }
+
+// Widens a thread's part of a chunk: four words of eight numbers, one for each 16 columns. kernels/src/mxfp4.rs writes
+// the fields of a word.
+__device__ __forceinline__ void widen(uint32_t chunk, uint32_t (&a)[16]) {
+  constexpr uint32_t kSign = 0x80008000, kRest = 0x01c001c0, kBoth = kSign | kRest;
+  constexpr uint32_t kGreatest = 128;  // scale that one multiplication reaches
+  const uint32_t thread = threadIdx.x % 128;
+  uint32_t words[4], scales;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(chunk + thread * 16));
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(scales) : "r"(chunk + kNumberBytes + thread / 4 * 4));
+  // Bytes: the row's two groups of 32 columns, then those of the row eight below.
+  uint32_t factors[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) factors[i] = power_pair(min(scales >> (8 * i) & 0xff, kGreatest) + 126);
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+    const uint32_t w = words[q], high = factors[q / 2], low = factors[2 + q / 2];
+    a[4 * q] = multiply_pair(w & kBoth, high);
+    a[4 * q + 1] = multiply_pair(w << 3 & kBoth, low);
+    a[4 * q + 2] = multiply_pair((w << 6 & kRest) | (w << 1 & kSign), high);
+    a[4 * q + 3] = multiply_pair((w >> 3 & kRest) | (w << 2 & kSign), low);
+  }
+  const bool is_great = __vcmpgtu4(scales, kGreatest * 0x01010101u) != 0;
+  if (__any_sync(FULL, is_great)) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) factors[i] = power_pair(max(scales >> (8 * i) & 0xff, kGreatest) - 1);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) a[i] = multiply_pair(a[i], factors[i % 2 * 2 + i / 8]);
+  }
+}
+
+// ---- Tiles ----
+
+// The rows of x of a thread's warpgroup that the thread looks up. Two steps load the assignments and then the factors,
+// so that no step waits for a load.
+template <class S>
+struct OwnColumns {
+  int assignment[S::kOwnColumns];  // negative: the item has no such row
+  float scale[S::kOwnColumns];
+};
+
+template <class S>
+__device__ __forceinline__ OwnColumns<S> own_columns(const baton_mxfp4_gemm_args& p, const Item& item) {
+  OwnColumns<S> own;
+#pragma unroll
+  for (int i = 0; i < S::kOwnColumns; ++i) {
+    const int m = i * 128 + threadIdx.x % 128;
+    own.assignment[i] = m < item.rows ? p.order[item.position + m] : -1;
+    own.scale[i] = 1.f;
+  }
+  return own;
+}
+template <class S, bool GATE_UP>
+__device__ __forceinline__ void fetch_scales(const baton_mxfp4_gemm_args& p, OwnColumns<S>& own) {
+#pragma unroll
+  for (int i = 0; i < S::kOwnColumns; ++i) {
+    if (GATE_UP && p.scales && own.assignment[i] >= 0) own.scale[i] = p.scales[own.assignment[i] / p.count];
+  }
+}
+
+struct Column {
+  int assignment;
+  float scale;
+};
+
+// Returns the pairs of a transposed matrix of 8 by 8 numbers in bf16: the pairs of a column are those of a row.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t pair) {
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+  return transposed;
+}
+
+// Returns the clamped SwiGLU of a gate and an up value.
+__device__ __forceinline__ float activate(const baton_mxfp4_gemm_args& p, float gate, float up) {
+  gate = fminf(gate, p.limit);
+  up = fminf(fmaxf(up, -p.limit), p.limit);
+  return __fdividef(gate, 1.f + __expf(-p.alpha * gate)) * (up + 1.f);
+}
+
+// Stores a warp's results. The rows of a warp are eight gate rows and their up rows, or 16 outputs of down.
+template <class S, bool GATE_UP>
+__device__ __forceinline__ void store(const baton_mxfp4_gemm_args& p, const Item& item, int tile, const Column* columns,
+                                      const float (&acc)[S::kRows / 2]) {
+  constexpr int kOutputs = GATE_UP ? 8 : 16;  // of a warp
+  constexpr int kTogether = GATE_UP ? 4 : 2;  // groups of eight rows of x that are stored together
+  const int lane = threadIdx.x % WARP, g = lane >> 2, c = lane & 3, width = GATE_UP ? p.n / 2 : p.n;
+  const int base = (tile * 4 + threadIdx.x % 128 / WARP) * kOutputs;
+  const float* bias = p.bias + item.expert * p.bias_stride + base + g;
+  float first = 0.f, second = 0.f;
+  if (p.bias && base < width) first = bias[0];
+  if (p.bias && base + kOutputs - 8 < width) second = bias[GATE_UP ? width : 8];
+#pragma unroll
+  for (int j = 0; j < S::kRows / 8; j += kTogether) {
+    if (j * 8 >= item.rows) break;
+    uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const float* v = acc + 4 * (j + i);
+      if constexpr (GATE_UP) {
+        const Column* of = columns + (j + i) * 8 + 2 * c;
+        pairs[i] = pack(activate(p, v[0] * of[0].scale + first, v[2] * of[0].scale + second),
+                        activate(p, v[1] * of[1].scale + first, v[3] * of[1].scale + second));
+      } else {
+        pairs[2 * i] = pack(v[0] + first, v[1] + first);
+        pairs[2 * i + 1] = pack(v[2] + second, v[3] + second);
+      }
+    }
+#pragma unroll
+    for (uint32_t& pair : pairs) pair = transpose_matrix(pair);
+    const uint4 eight = transpose_pairs(pairs);
+    const int m = (j + (GATE_UP ? c : c / 2)) * 8 + g, column = base + (GATE_UP ? 0 : c % 2 * 8);
+    if (m >= item.rows || column >= width) continue;
+    const int64_t row = GATE_UP ? item.position + m : columns[m].assignment;
+    *reinterpret_cast<uint4*>(static_cast<bf16*>(p.out) + row * p.out_stride + column) = eight;
+  }
+}
+
+template <class S>
+struct Ring {
+  uint32_t base, full, empty;  // addresses in shared memory
+  int stage;
+  uint32_t parity;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == S::kStages) stage = 0, parity ^= 1;
+  }
+  __device__ __forceinline__ uint32_t x() const { return base + stage * S::kXBytes; }
+  __device__ __forceinline__ uint32_t chunk(int group) const {
+    return base + S::kStages * S::kXBytes + (stage * S::kGroups + group) * kChunkBytes;
+  }
+  __device__ __forceinline__ uint32_t arrived() const { return full + stage * 8; }
+  __device__ __forceinline__ uint32_t released() const { return empty + stage * 8; }
+};
+
+// Sizes of a weight in chunks.
+struct Chunks {
+  int tiles;  // of 64 rows
+  int steps;  // of 64 columns
+};
+
+// Loads the weights of a step.
+template <class S>
+__device__ __forceinline__ void load_chunks(const baton_mxfp4_gemm_args& p, const Chunks& chunks, const Item& item,
+                                            int step, const Ring<S>& ring) {
+  const int first = item.tile * S::kGroups, own = min(S::kGroups, chunks.tiles - first);
+  barrier_expect(ring.arrived(), own * kChunkBytes);
+  for (int group = 0; group < own; ++group) {
+    const int64_t chunk = static_cast<int64_t>(first + group) * chunks.steps + step;
+    const char* weight = static_cast<const char*>(p.weight) + item.expert * p.weight_stride;
+    fetch_chunk(ring.chunk(group), weight + chunk * kChunkBytes, ring.arrived());
+  }
+}
+
+// Loads weights and rows of x of all items of the CTA.
+template <class S, bool GATE_UP, class Items>
+__device__ __forceinline__ void load_items(const baton_mxfp4_gemm_args& p, const Chunks& chunks, Ring<S> ring,
+                                           Items&& item_of) {
+  constexpr int OWN = S::kOwnLoads;
+  const int thread = threadIdx.x - S::kGroups * 128, c = thread & 7, r = thread >> 3, steps = chunks.steps;
+  int index = blockIdx.x;
+  Item item = item_of(index);
+  int early = 0;
+  if (!GATE_UP) {
+    early = item.rows == 0 ? 0 : min(steps, S::kStages);
+    if (thread == 0) {
+      Ring<S> ahead = ring;
+      for (int step = 0; step < early; ++step, ahead.advance()) load_chunks<S>(p, chunks, item, step, ahead);
+    }
+    pdl_wait_and_release();
+  }
+  // Looks up the rows of the next item while the loads of an item are in flight.
+  int assignments[OWN];
+  auto fetch_assignments = [&](const Item& of) {
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+      const int m = S::kLoadRows * i + r;
+      assignments[i] = m >= of.rows ? 0 : GATE_UP ? p.order[of.position + m] : of.position + m;
+    }
+  };
+  fetch_assignments(item);
+  while (item.rows > 0) {
+    const char* from[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+      const int64_t row = GATE_UP ? assignments[i] / p.count : assignments[i];
+      from[i] = static_cast<const char*>(p.x) + row * p.x_stride * 2 + c * 16;
+    }
+    index += gridDim.x;
+    const Item next = item_of(index);
+    fetch_assignments(next);
+    for (int step = 0; step < steps; ++step) {
+      if (early > 0) {
+        --early;
+      } else {
+        barrier_wait(ring.released(), ring.parity ^ 1);
+        if (thread == 0) load_chunks<S>(p, chunks, item, step, ring);
+      }
+      const int at = step * kSliceBytes;
+      const bool in = at + c * 16 < p.depth * 2;
+#pragma unroll
+      for (int i = 0; i < OWN; ++i) {
+        const int m = S::kLoadRows * i + r;
+        const uint32_t to = ring.x() + m * kSliceBytes + ((c ^ (m & 7)) << 4);
+        if (m < item.rows) fetch_x(to, in ? from[i] + at : from[i], in);
+      }
+      arrive_with_x(ring.arrived());
+      ring.advance();
+    }
+    item = next;
+  }
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+// Multiplies a tile of 64 weight rows. The widening of a slice overlaps the multiplication of the slice before.
+template <class S>
+__device__ __forceinline__ void multiply_tile(Ring<S>& ring, int group, int steps, float (&acc)[S::kRows / 2]) {
+  uint32_t even[16], odd[16], before = 0;
+  auto release = [&](uint32_t barrier) {
+    if (threadIdx.x % WARP == 0) barrier_arrive(barrier);
+  };
+  auto add_slice = [&](int step, uint32_t (&a)[16]) {
+    barrier_wait(ring.arrived(), ring.parity);
+    widen(ring.chunk(group), a);
+    wgmma_begin();
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      multiply_widened<S::kRows>(acc, a + 4 * q, matrix_at(ring.x() + q * 32), step > 0 || q > 0);
+    }
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (step > 0) release(before);
+    before = ring.released();
+    ring.advance();
+  };
+  for (int step = 0; step + 1 < steps; step += 2) {
+    add_slice(step, even);
+    add_slice(step + 1, odd);
+  }
+  if (steps % 2) add_slice(steps - 1, even);
+  wgmma_wait<0>();
+#pragma unroll
+  for (float& sum : acc) asm volatile("" : "+f"(sum)::"memory");
+  release(before);
+}
+
+template <class S, bool GATE_UP>
+__global__ void __launch_bounds__(S::kThreads, S::kCtas)
+    mxfp4_gemm_kernel(const __grid_constant__ baton_mxfp4_gemm_args p, const __grid_constant__ Chunks chunks) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ char raw[];
+  __shared__ __align__(8) uint64_t barriers[2 * S::kStages];
+  __shared__ ItemTable table;
+  __shared__ Column columns[S::kGroups][S::kRows];
+  const int warp = threadIdx.x / WARP, group = warp / 4;
+  const uint32_t full = smem_addr(barriers);
+  Ring<S> ring = {(smem_addr(raw) + 1023) / 1024 * 1024, full, full + S::kStages * 8, 0, 0};
+  if (threadIdx.x == S::kGroups * 128) {
+    for (int i = 0; i < S::kStages; ++i) {
+      barrier_init(ring.full + i * 8, 1 + S::kLoaders);
+      barrier_init(ring.empty + i * 8, S::kGroups * 4);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
+  }
+  // The preceding kernel wrote the lists of gate and up.
+  if (GATE_UP) pdl_wait_and_release();
+  if (warp == 0) fill_items<S::kRows>(p.offsets, p.experts, table);
+  __syncthreads();
+  const int tiles = (chunks.tiles + S::kGroups - 1) / S::kGroups;
+  auto item_of = [&](int index) { return item_at<S::kRows>(table, p.experts, tiles, index); };
+  if (group == S::kGroups) {
+    if constexpr (S::kMovesRegisters) asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
+    return load_items<S, GATE_UP>(p, chunks, ring, item_of);
+  }
+  if constexpr (S::kMovesRegisters) asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
+  if (!GATE_UP) pdl_wait_and_release();
+  int index = blockIdx.x;
+  Item item = item_of(index);
+  OwnColumns<S> own = own_columns<S>(p, item);
+  fetch_scales<S, GATE_UP>(p, own);
+  auto wait_for_group = [&] {
+    // A barrier by number would take all barriers of the CTA.
+    if constexpr (S::kGroups == 1) asm volatile("bar.sync 1, 128;" ::: "memory");
+    else asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+  };
+  while (item.rows > 0) {
+    index += gridDim.x;
+    const Item next = item_of(index);
+    OwnColumns<S> next_own = own_columns<S>(p, next);
+    const int tile = item.tile * S::kGroups + group;
+    if (tile < chunks.tiles) {
+      float acc[S::kRows / 2];
+      multiply_tile<S>(ring, group, chunks.steps, acc);
+      fetch_scales<S, GATE_UP>(p, next_own);
+      wait_for_group();
+#pragma unroll
+      for (int i = 0; i < S::kOwnColumns; ++i) {
+        const int m = i * 128 + threadIdx.x % 128;
+        if (m < S::kRows) columns[group][m] = {own.assignment[i], own.scale[i]};
+      }
+      wait_for_group();
+      store<S, GATE_UP>(p, item, tile, columns[group], acc);
+    } else {
+      for (int step = 0; step < chunks.steps; ++step, ring.advance()) {
+        barrier_wait(ring.arrived(), ring.parity);
+        if (threadIdx.x % WARP == 0) barrier_arrive(ring.released());
+      }
+      fetch_scales<S, GATE_UP>(p, next_own);
+    }
+    item = next, own = next_own;
+  }
+#endif
+}
+
+template <class S>
+int32_t run(const baton_mxfp4_gemm_args& p, int sms, cudaStream_t stream) {
+  const Chunks chunks = {divide_up(p.n, kGroupRows), divide_up(p.depth, kSlice)};
+  const int64_t items_max = static_cast<int64_t>(p.rows) * p.count * divide_up(chunks.tiles, S::kGroups);
+  const int ctas_max = sms * S::kCtas, ctas = items_max < ctas_max ? static_cast<int>(items_max) : ctas_max;
+  auto* kernel = p.is_gate_up ? mxfp4_gemm_kernel<S, true> : mxfp4_gemm_kernel<S, false>;
+  return launch_as(p.pdl != 0, "GEMM of experts in MXFP4", kernel, dim3(ctas), dim3(S::kThreads), S::kShared, stream, p,
+                   chunks);
+}
+
+// Calls body(shape) for the shape of a call.
+template <class Body>
+int32_t with_shape(const baton_mxfp4_gemm_args& p, Body&& body) {
+  const int64_t assignments = static_cast<int64_t>(p.rows) * p.count;
+  if (assignments <= int64_t{kFewRows} * p.experts) return body(Few());
+  return assignments <= int64_t{kSomeRows} * p.experts ? body(Some()) : body(Many());
+}
+
+int32_t check_args(const baton_mxfp4_gemm_args& p) {
+  BATON_REQUIRE(p.rows >= 0, "rows is %d; expected 0 or more", p.rows);
+  BATON_REQUIRE(p.experts > 0 && p.experts <= BATON_EXPERTS_MAX, "experts is %d; expected 1 to %d", p.experts,
+                BATON_EXPERTS_MAX);
+  BATON_REQUIRE(p.count > 0 && p.count <= p.experts, "count is %d; expected 1 to %d", p.count, p.experts);
+  BATON_REQUIRE(p.n > 0 && p.n % (p.is_gate_up ? 16 : 8) == 0,
+                "n is %d; expected multiples of 8, and of 16 for gate and up", p.n);
+  BATON_REQUIRE(p.depth > 0 && p.depth % 32 == 0, "depth is %d; expected multiples of 32", p.depth);
+  BATON_REQUIRE(p.x_stride >= p.depth && p.x_stride % 8 == 0,
+                "x_stride is %lld; expected multiples of 8 from the depth, %d, on", static_cast<long long>(p.x_stride),
+                p.depth);
+  const int64_t bytes = int64_t{kChunkBytes} * divide_up(p.n, kGroupRows) * divide_up(p.depth, kSlice);
+  BATON_REQUIRE(p.weight_stride >= bytes && p.weight_stride % 16 == 0,
+                "weight_stride is %lld; expected multiples of 16 from %lld on", static_cast<long long>(p.weight_stride),
+                static_cast<long long>(bytes));
+  const int width = p.is_gate_up ? p.n / 2 : p.n;
+  BATON_REQUIRE(p.out_stride >= width && p.out_stride % 8 == 0,
+                "out_stride is %lld; expected multiples of 8 from %d on", static_cast<long long>(p.out_stride), width);
+  BATON_REQUIRE(p.grid >= 0, "grid is %d; expected 0 or more", p.grid);
+  BATON_REQUIRE(p.weight && p.x && p.out && p.offsets && p.order, "weight, x, out, offsets or order is null");
+  return BATON_OK;
+}
+
+bool is_loaded = false;  // set by load_mxfp4_gemm
+
+}  // namespace
+
+int32_t load_mxfp4_gemm() {
+  const Device* device;
+  BATON_TRY(any_device(device));
+  if (device->major != 9 || device->minor != 0) return BATON_OK;
+  auto load_it = [](auto shape) -> int32_t {
+    using S = decltype(shape);
+    BATON_TRY(load(mxfp4_gemm_kernel<S, true>, S::kShared));
+    return load(mxfp4_gemm_kernel<S, false>, S::kShared);
+  };
+  BATON_TRY(load_it(Few()));
+  BATON_TRY(load_it(Some()));
+  BATON_TRY(load_it(Many()));
+  is_loaded = true;
+  return BATON_OK;
+}
+
+}  // namespace baton
+
+using namespace baton;
+
+BATON_API int32_t baton_mxfp4_gemm(const baton_mxfp4_gemm_args* args, void* stream) {
+  return guarded([&]() -> int32_t {
+    BATON_REQUIRE(args, "args is null");
+    const baton_mxfp4_gemm_args& p = *args;
+    BATON_TRY(check_args(p));
+    if (p.rows == 0) return BATON_OK;
+    const Device* device;
+    BATON_TRY(any_device(device));
+    if (!is_loaded) {
+      return fail(BATON_UNSUPPORTED, "experts need compute capability 9.0; this device has %d.%d", device->major,
+                  device->minor);
+    }
+    const int sms = p.grid > 0 && p.grid < device->sm_count ? p.grid : device->sm_count;
+    return with_shape(p, [&](auto shape) { return run<decltype(shape)>(p, sms, as_stream(stream)); });
+  });
+}
