@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::file::FileIdentity;
 use self::{
-    dummy::DummyWeights,
+    dummy::{DummyWeights, RandomMxfp4},
     file::{TensorBytes, io_error},
     stored::{StoredTensor, StoredWeights},
 };
@@ -33,7 +33,7 @@ use crate::{
     error::ModelError,
     fingerprint,
     matrix::{MatrixData, MatrixSource},
-    weight::{Weight, WeightShape},
+    weight::{LayerWeight, Weight, WeightShape},
 };
 
 /// Maximum number of threads that compute a fingerprint.
@@ -230,7 +230,17 @@ impl Checkpoint {
             panic!("{weight:?} is no matrix");
         };
         let data = match &self.weights {
-            Weights::Dummy(dummy) => MatrixData::Random(dummy.rows(weight, &self.config)),
+            Weights::Dummy(dummy) => {
+                let rows = dummy.rows(weight, &self.config);
+                match weight {
+                    Weight::Layer(_, LayerWeight::Expert(..))
+                        if self.config.has_mxfp4_experts() =>
+                    {
+                        MatrixData::RandomMxfp4(RandomMxfp4::new(rows))
+                    }
+                    _ => MatrixData::Random(rows),
+                }
+            }
             _ => {
                 let StoredTensor { bytes, encoding, order, scales, .. } = self.checked(weight)?;
                 MatrixData::Stored { bytes, encoding, order, scales }

@@ -336,6 +336,11 @@ impl ModelConfig {
         })
     }
 
+    /// Returns whether the checkpoints of the family have experts in MXFP4, which GPUs keep.
+    pub fn has_mxfp4_experts(&self) -> bool {
+        self.family.has_stacked_experts()
+    }
+
     /// Returns the shared expert of the layers that have one; it is the same in all of these
     /// layers.
     pub fn shared_expert(&self) -> Option<SharedExpertSpec> {

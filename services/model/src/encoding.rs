@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use gguf::TensorKind;
 use half::{bf16, f16};
-use kernels::{Dtype, fp8};
+use kernels::{Dtype, fp8, mxfp4::GROUP as MXFP4_GROUP};
 
 /// Format of a checkpoint's files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,8 +29,11 @@ pub(crate) enum Encoding {
     F8E8m0,
 }
 
-/// Numbers of a row of an MXFP4 matrix that share a scale.
-pub(crate) const MXFP4_GROUP: usize = 32;
+/// Decodes a number of [`Encoding::Mxfp4`] from its 4 bits.
+pub(crate) fn fp4(bits: u8) -> f32 {
+    blocks::fp4(bits)
+}
+
 /// Bits of the scale that is NaN.
 pub(crate) const E8M0_NAN: u8 = 0xff;
 

@@ -10,11 +10,15 @@ use kernels::{
     Dtype, RowSource,
     backend::{convert_rows, store_row},
     fp8::{self, BlockScales},
+    mxfp4::GROUP as MXFP4_GROUP,
 };
 
 use crate::{
-    checkpoint::{dummy::RandomRows, file::TensorBytes},
-    encoding::{self, Encoding, MXFP4_GROUP},
+    checkpoint::{
+        dummy::{RandomMxfp4, RandomRows},
+        file::TensorBytes,
+    },
+    encoding::{self, Encoding},
     fingerprint::RowHashes,
     rope::RowOrder,
 };
@@ -45,6 +49,7 @@ pub(crate) enum MatrixData<'a> {
         scales: Option<Scales<'a>>,
     },
     Random(RandomRows),
+    RandomMxfp4(RandomMxfp4),
 }
 
 /// Scales of a stored matrix.
@@ -54,6 +59,9 @@ pub(crate) enum Scales<'a> {
     /// Scales in [`Encoding::F8E8m0`] of the groups of every stored row of an MXFP4 matrix.
     Mxfp4(TensorBytes<'a>),
 }
+
+/// Greatest scale of MXFP4, in [`Encoding::F8E8m0`], with which every number is finite in f32.
+const MXFP4_SCALE_MAX: u8 = 252;
 
 thread_local! {
     /// Rows as the file stores them, while they are decoded: a buffer that is not zeroed for every
@@ -91,7 +99,7 @@ impl<'a> MatrixSource<'a> {
         let row = self.rows.start + row;
         let stored_row = match &self.data {
             MatrixData::Stored { order, .. } => order.stored_row(row),
-            MatrixData::Random(_) => row,
+            MatrixData::Random(_) | MatrixData::RandomMxfp4(_) => row,
         };
         stored_row * self.stored_cols + self.cols.start + column
     }
@@ -163,6 +171,11 @@ impl<'a> MatrixSource<'a> {
         }
         SPAN.set(span);
     }
+
+    /// Returns whether the columns are whole groups of MXFP4.
+    fn has_whole_groups(&self) -> bool {
+        [self.cols.start, self.cols.end].iter().all(|col| col.is_multiple_of(MXFP4_GROUP))
+    }
 }
 
 impl RowSource for MatrixSource<'_> {
@@ -192,6 +205,14 @@ impl RowSource for MatrixSource<'_> {
             MatrixData::Random(random) => {
                 for (row, out) in rows.zip(out.chunks_exact_mut(cols)) {
                     random.read_part(self.rows.start + row, self.cols.start, out);
+                }
+            }
+            MatrixData::RandomMxfp4(random) => {
+                let (mut numbers, scale) = (vec![0; cols], encoding::power(random.scale));
+                for (row, out) in rows.zip(out.chunks_exact_mut(cols)) {
+                    random.read_part(self.rows.start + row, self.cols.start, &mut numbers);
+                    let values = numbers.iter().map(|&bits| encoding::fp4(bits) * scale);
+                    out.iter_mut().zip(values).for_each(|(out, value)| *out = value);
                 }
             }
         }
@@ -244,6 +265,45 @@ impl RowSource for MatrixSource<'_> {
         self.each_stored_row(first..first + out.len() / cols, |row, bytes, _| {
             out[(row - first) * cols..][..cols].copy_from_slice(bytes);
         });
+    }
+
+    fn mxfp4_parts(&self) -> Option<usize> {
+        let is_mxfp4 = match &self.data {
+            MatrixData::Stored { scales, .. } => matches!(scales, Some(Scales::Mxfp4(_))),
+            MatrixData::Random(_) => false,
+            MatrixData::RandomMxfp4(_) => true,
+        };
+        (is_mxfp4 && self.has_whole_groups()).then_some(1)
+    }
+
+    fn read_mxfp4(&self, first: usize, numbers: &mut [u8], scales: &mut [u8]) {
+        let groups = (self.cols.len() / MXFP4_GROUP).max(1);
+        let row_bytes = groups * MXFP4_GROUP / 2;
+        match &self.data {
+            MatrixData::Stored { order, scales: Some(Scales::Mxfp4(stored)), .. } => {
+                let (stored_groups, first_group) =
+                    (self.stored_cols / MXFP4_GROUP, self.cols.start / MXFP4_GROUP);
+                let rows = self.rows.start + first..;
+                for (row, scales) in rows.zip(scales.chunks_exact_mut(groups)) {
+                    stored.read(order.stored_row(row) * stored_groups + first_group, scales);
+                }
+                self.each_stored_row(first..first + numbers.len() / row_bytes, |row, bytes, _| {
+                    numbers[(row - first) * row_bytes..][..row_bytes].copy_from_slice(bytes);
+                });
+            }
+            MatrixData::RandomMxfp4(random) => {
+                scales.fill(random.scale);
+                let mut bits = vec![0; self.cols.len()];
+                let rows = self.rows.start + first..;
+                for (row, numbers) in rows.zip(numbers.chunks_exact_mut(row_bytes)) {
+                    random.read_part(row, self.cols.start, &mut bits);
+                    for (byte, [low, high]) in numbers.iter_mut().zip(bits.as_chunks().0) {
+                        *byte = low | high << 4;
+                    }
+                }
+            }
+            _ => panic!("the matrix is not stored in MXFP4"),
+        }
     }
 }
 
@@ -379,6 +439,26 @@ impl RowSource for StackedRows<'_> {
         for (row, numbers) in out.chunks_exact(cols).enumerate() {
             if numbers.iter().fold(false, |found, &bits| found | fp8::is_nan(bits)) {
                 self.first_bad.fetch_min(first + row, Ordering::Relaxed);
+            }
+        }
+    }
+
+    fn mxfp4_parts(&self) -> Option<usize> {
+        let is_equal = |part: &MatrixSource<'_>| {
+            part.mxfp4_parts().is_some() && part.rows() == self.parts[0].rows()
+        };
+        self.parts.iter().all(is_equal).then_some(self.parts.len())
+    }
+
+    fn read_mxfp4(&self, first: usize, numbers: &mut [u8], scales: &mut [u8]) {
+        let Some((part, row)) = self.locate(first) else { return };
+        self.parts[part].read_mxfp4(row, numbers, scales);
+        let groups = (self.cols() / MXFP4_GROUP).max(1);
+        let mut values = vec![0.0; self.cols()];
+        for (row, scales) in (first..).zip(scales.chunks_exact(groups)) {
+            // With a greater scale, the greatest number exceeds f32.
+            if scales.iter().any(|&bits| bits > MXFP4_SCALE_MAX) {
+                self.read_row(row, &mut values);
             }
         }
     }
@@ -618,5 +698,21 @@ mod tests {
             out
         };
         assert_eq!([read(0), read(1), read(2)], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]);
+    }
+
+    #[test]
+    fn numbers_that_overflow_with_their_scale_are_found() {
+        // 6 in every column of two rows.
+        let numbers = file_of(&[0x77; 32]);
+        for (scale, found) in [(0, false), (252, false), (253, true), (254, true)] {
+            let scales = file_of(&[120, scale]);
+            let (encoding, order) = (Encoding::Mxfp4, RowOrder::Halves);
+            let scales = Some(Scales::Mxfp4(tensor(&scales)));
+            let data = MatrixData::Stored { bytes: tensor(&numbers), encoding, order, scales };
+            let stacked = StackedRows::new(vec![MatrixSource::new(2, 32, data)]);
+            stacked.read_mxfp4(0, &mut [0; 32], &mut [0; 2]);
+            let element = stacked.not_finite().map(|bad| bad.element);
+            assert_eq!(element, found.then_some(32), "scale {scale}");
+        }
     }
 }

@@ -58,6 +58,46 @@ fn matrices_have_the_values_of_the_format() {
     }
 }
 
+/// Checks that stored numbers and scales give the values of the rows of a matrix.
+fn check_stored(checkpoint: &Checkpoint, weight: Weight) {
+    const VALUES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+    let matrix = checkpoint.matrix(weight).unwrap();
+    assert_eq!(matrix.mxfp4_parts(), Some(1), "{weight:?}");
+    let (cols, first, rows) = (matrix.cols(), 3, 5);
+    let (mut numbers, mut scales) = (vec![0; rows * cols / 2], vec![0; rows * cols / 32]);
+    matrix.read_mxfp4(first, &mut numbers, &mut scales);
+    let mut wanted = vec![0.0; cols];
+    for row in 0..rows {
+        matrix.read_row(first + row, &mut wanted);
+        for (col, wanted) in wanted.iter().enumerate() {
+            let at = row * cols + col;
+            let bits = numbers[at / 2] >> (at % 2 * 4) & 15;
+            let sign = if bits < 8 { 1.0 } else { -1.0 };
+            let scale = 2_f32.powi(i32::from(scales[at / 32]) - 127);
+            assert_eq!(sign * VALUES[usize::from(bits & 7)] * scale, *wanted, "{weight:?}");
+        }
+    }
+}
+
+#[test]
+fn stored_numbers_and_scales_give_the_values_of_rows() {
+    let folder = tempfile::tempdir().unwrap();
+    let stored = open(folder.path(), &fixture()).unwrap();
+    let config = common::fixture("architectures/gpt_oss/config.json");
+    let dummy = Checkpoint::open(config, LoadFormat::Dummy { seed: 1 }).unwrap();
+    for checkpoint in [&stored, &dummy] {
+        for part in [ExpertWeight::Gate, ExpertWeight::Up, ExpertWeight::Down] {
+            check_stored(checkpoint, Weight::Layer(1, LayerWeight::Expert(4, part)));
+        }
+        let down = Weight::Layer(0, LayerWeight::Expert(1, ExpertWeight::Down));
+        let down = checkpoint.matrix(down).unwrap();
+        assert_eq!(down.part(0..8, 32..96).mxfp4_parts(), Some(1));
+        assert_eq!(down.part(0..8, 0..48).mxfp4_parts(), None, "a group is cut");
+        let query = checkpoint.matrix(Weight::Layer(0, LayerWeight::Query)).unwrap();
+        assert_eq!(query.mxfp4_parts(), None);
+    }
+}
+
 /// Half of an expert's width of 96 cuts a group of 32 columns of down.
 #[test]
 fn shards_that_cut_groups_have_the_values_of_the_whole() {

@@ -121,7 +121,11 @@ fn on_gpu(
     formats: &[MatrixFormat],
     compute: u32,
 ) -> String {
-    let experts = if config.experts().is_some() { ", grouped GEMMs for experts" } else { "" };
+    let experts = match config.experts() {
+        Some(_) if config.has_mxfp4_experts() => ", grouped GEMMs for experts in MXFP4",
+        Some(_) => ", grouped GEMMs for experts",
+        None => "",
+    };
     let gemms =
         format!("cuBLASLt and kernels for few rows (sm_{compute}), weights in {weights}{experts}");
     match weights {
@@ -129,13 +133,19 @@ fn on_gpu(
             "{gemms}; matrices stored in FP8 with a scale for the matrix or each row are taken as they are, and others are \
              quantized while the node loads"
         ),
-        _ => format!("{gemms}{}", converted(weights, formats)),
+        _ => {
+            let others = formats.iter().filter(|format| !format.name.starts_with("MXFP4"));
+            format!("{gemms}{}", converted(weights, others))
+        }
     }
 }
 
 /// Returns which formats a node converts to `weights`.
-fn converted(weights: WeightFormat, formats: &[MatrixFormat]) -> String {
-    let others = formats.iter().map(|format| format.name.as_str());
+fn converted<'a>(
+    weights: WeightFormat,
+    formats: impl IntoIterator<Item = &'a MatrixFormat>,
+) -> String {
+    let others = formats.into_iter().map(|format| format.name.as_str());
     let others: Vec<&str> =
         others.filter(|name| !name.eq_ignore_ascii_case(&weights.to_string())).collect();
     match others.as_slice() {

@@ -32,6 +32,7 @@ use kernels::{
         Extension, Finished, GemmShape, KnownDrafts, SampleOutcome, StepInput, StreamDelays,
         row_steps,
     },
+    mxfp4::GROUP as MXFP4_GROUP,
     sampling::{Pooling, STOP_TOKENS_MAX},
 };
 use model::{FeedForward, LayerSpec, Mixer, ModelConfig, ModelError, Transformer};
@@ -646,6 +647,7 @@ pub fn check_sizes(
             return unsupported("node.expert_parallel", "true".to_owned(), "false on GPUs");
         }
         let (unit, allowed) = match weights {
+            _ if config.has_mxfp4_experts() => (MXFP4_GROUP, "multiples of 32 in MXFP4"),
             WeightFormat::Fp8 => (16, "multiples of 16 in fp8"),
             _ => (8, "multiples of 8"),
         };

@@ -85,6 +85,32 @@ impl RandomRows {
     }
 }
 
+/// Rows of a random matrix in MXFP4: all numbers are equally likely, and all groups have one scale.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RandomMxfp4 {
+    rows: RandomRows,
+    pub scale: u8,
+}
+
+impl RandomMxfp4 {
+    /// Returns rows of about the same magnitude as `rows`.
+    pub(crate) fn new(rows: RandomRows) -> Self {
+        /// Root mean square of all numbers, divided by that of a uniform distribution up to 1.
+        const SIZE: f32 = 2.925 * 1.732;
+        let scale = 127.0 + (rows.amplitude / SIZE).log2().round();
+        Self { rows, scale: scale as u8 }
+    }
+
+    /// Writes the bits of the numbers of a row from column `first` on.
+    pub(crate) fn read_part(&self, row: usize, first: usize, out: &mut [u8]) {
+        let mut values = vec![0.0; out.len()];
+        self.rows.read_part(row, first, &mut values);
+        for (out, value) in out.iter_mut().zip(values) {
+            *out = (((value / self.rows.amplitude + 1.0) * 8.0) as u8).min(15);
+        }
+    }
+}
+
 /// Computes SplitMix64's step: a bijection that spreads every input bit over all output bits.
 fn mix(counter: u64) -> u64 {
     let mut z = counter.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);

@@ -4,13 +4,15 @@
 //! A projection has the tensors `_blocks` (numbers) `[experts][rows][groups][16]`, `_scales`
 //! `[experts][rows][groups]` and `_bias` `[experts][rows]`.
 
+use kernels::mxfp4::GROUP as MXFP4_GROUP;
+
 use super::{
     file::TensorBytes,
     stored::{StoredTensor, StoredWeights},
 };
 use crate::{
     config::ModelConfig,
-    encoding::{E8M0_NAN, Encoding, Format, MXFP4_GROUP},
+    encoding::{E8M0_NAN, Encoding, Format},
     error::ModelError,
     matrix::Scales,
     rope::RowOrder,

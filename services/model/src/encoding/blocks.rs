@@ -10,11 +10,16 @@ const LARGE: usize = 256;
 
 /// Decodes 32 FP4 numbers (e2m1) without their scale, the low half of a byte first.
 pub(super) fn mxfp4(block: &[u8; 16], out: &mut [f32; SMALL]) {
+    for (&byte, pair) in block.iter().zip(out.as_chunks_mut().0) {
+        *pair = [byte & 15, byte >> 4].map(fp4);
+    }
+}
+
+/// Decodes an FP4 number (e2m1) from its 4 bits.
+pub(super) fn fp4(bits: u8) -> f32 {
     const VALUES: [f32; 16] =
         [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
-    for (&byte, pair) in block.iter().zip(out.as_chunks_mut().0) {
-        *pair = [byte & 15, byte >> 4].map(|bits| VALUES[usize::from(bits)]);
-    }
+    VALUES[usize::from(bits)]
 }
 
 fn f16_at(block: &[u8], at: usize) -> f32 {

@@ -91,6 +91,10 @@ impl WeightUpdate for CudaShadow {
             let found = "the node's weights are in FP8";
             return Err(PrepareError::Unsupported { found, expected: "files (disk or tcp)" });
         }
+        if self.config.has_mxfp4_experts() {
+            let found = "the node's experts are in MXFP4";
+            return Err(PrepareError::Unsupported { found, expected: "files (disk or tcp)" });
+        }
         self.discard();
         self.packer.begin().map_err(failed)?;
         let (shard, dtype) = (self.packer.pack_shard(), self.packer.dtype());
