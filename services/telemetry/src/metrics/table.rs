@@ -38,6 +38,7 @@ impl MetricRow {
         let unit = match self.unit {
             "s" => "_seconds",
             "By" => "_bytes",
+            "By/s" => "_bytes_per_second",
             _ => "",
         };
         let total = if self.kind == MetricKind::Counter { "_total" } else { "" };

@@ -150,6 +150,7 @@ fn translated(metric: &Metric) -> String {
     let unit = match metric.unit.as_str() {
         "s" => "_seconds",
         "By" => "_bytes",
+        "By/s" => "_bytes_per_second",
         // A unit in braces is an annotation.
         unit => unit.split('{').next().unwrap_or_default(),
     };
