@@ -14,8 +14,8 @@
 //! At most [`IN_FLIGHT_MAX`] chunks of a pair are in flight on either side, in stream order. The
 //! sender sends every chunk that was told to `Go`, cancelled or not, because the receiver's kernel
 //! waits for it. If a peer dies or stops, the kernel that waits for it ends when this node aborts
-//! the communicator: after one lease, or when the connection closes. The blocks of chunks in flight
-//! are released when the abort has returned, and never if it does not return.
+//! the communicator: after [`CHUNK_TIMEOUT`], or when the connection closes. The blocks of chunks
+//! in flight are released when the abort has returned, and never if it does not return.
 
 mod receiver;
 mod sender;

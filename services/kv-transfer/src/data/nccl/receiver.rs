@@ -176,6 +176,8 @@ fn launch_receive(
 fn fail(incoming: &Incoming<'_>, channel: &dyn PeerChannel, chunk: ChunkId, reason: String) {
     if let Err(stuck) = abort(channel) {
         let reason = format!("{reason}; {stuck}");
+        // No report ends this chunk, and the measured period must not last forever.
+        incoming.shared.metrics.chunk_ended(incoming.peer, 0);
         return incoming.shared.report(DataEvent::Failed { transfer: chunk.transfer, reason });
     }
     incoming.report(chunk, Err(reason));
