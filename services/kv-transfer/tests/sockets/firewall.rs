@@ -10,13 +10,11 @@ use test_harness::{output_within, skip};
 
 use crate::{
     node::{Node, blocks, fresh, run_transfer},
-    stopped::until_failed,
+    stopped::{FAIL_WITHIN, until_failed},
 };
 
 /// Name of the helper that runs [`run_behind_firewall`].
 pub(crate) const FIREWALL_HELPER: &str = "firewall";
-/// Maximum time until a transfer fails: a lease of 2 s, and slack for a busy machine.
-const FAIL_WITHIN: Duration = Duration::from_secs(7);
 
 pub(crate) fn dropped_data_port_fails_only_its_pair_after_a_lease() {
     let can = "ip link set lo up && nft list ruleset";

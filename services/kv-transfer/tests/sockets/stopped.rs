@@ -9,9 +9,9 @@ use crate::{
     process::{ChildNode, start_large},
 };
 
-/// Maximum time until a transfer to a stopped peer fails: a lease of 2 s, and slack for a busy
+/// Maximum time until a transfer to an unreachable peer fails: a lease of 2 s, and slack for a busy
 /// machine. Less than the deadline of the transfers.
-const FAIL_WITHIN: Duration = Duration::from_secs(7);
+pub(crate) const FAIL_WITHIN: Duration = Duration::from_secs(7);
 
 /// Starts a transfer of 64 MiB to the child and writes the first blocks.
 fn begin(prefill: &Node, child: &mut ChildNode) -> TransferId {
