@@ -440,8 +440,9 @@ section! {
         /// GPUs); or auto, the fastest that works: ipc within a host, nccl within a host or between
         /// hosts with RDMA adapters, and otherwise tcp.
         transport: Transport = Transport::Auto,
-            "Between hosts without RDMA adapters KV goes by nccl only if both nodes are set to it; NCCL does not \
-             encrypt. KV goes by tcp to a node that does not support the set transport; the log and metrics report this.";
+            "Between hosts without RDMA adapters, or with cluster.tls_cert, KV goes by nccl only if both nodes are set to \
+             it: NCCL does not encrypt. KV goes by tcp to a node that does not support the set transport; the log and \
+             metrics report this.";
         /// Maximum number of CTAs, each on an SM of its own, that NCCL uses on each GPU for one
         /// pair of nodes.
         nccl_max_ctas was "nccl_blocks": u32 = 4,

@@ -330,9 +330,10 @@ fn offers(
             }
         }
     }
-    let transport = &config.transport;
+    // NCCL does not encrypt: with certificates `auto` leaves KV between hosts to `tcp`.
+    let has_rdma = config.transport.has_rdma && config.tls.is_none();
     let host = config.host.as_deref();
-    transfer_kind::offers((transport.choice, transport.has_rdma), &can, host)
+    transfer_kind::offers((config.transport.choice, has_rdma), &can, host)
 }
 
 /// Name of the integrity method: xxh3-64 over the bytes of a chunk for `tcp`, the digest of its

@@ -30,9 +30,11 @@ pub struct TransferConfig {
     pub limits: TransferLimits,
     pub transport: TransportConfig,
     /// Id of this host ([`host_id`](crate::host_id)). `ipc` is offered only to peers with
-    /// the same id, and so is `nccl` unless it is the set transport or the host has RDMA adapters.
+    /// the same id, and so is `nccl` unless it is the set transport, or the host has RDMA adapters
+    /// and the cluster has no certificates.
     pub host: Option<String>,
-    /// Encrypts KV that is sent by `tcp`, if the cluster has certificates.
+    /// Encrypts KV that is sent by `tcp`, if the cluster has certificates. Then
+    /// [`TransportChoice::Auto`] does not offer `nccl`, which does not encrypt, to other hosts.
     pub tls: Option<Arc<Reloaded<ClusterTls>>>,
 }
 

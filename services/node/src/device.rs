@@ -197,7 +197,8 @@ pub(crate) fn memory<'a>(
         let share = gpu.device().memory_bytes / 100 * percent;
         memory_bytes = memory_bytes.min(share.min(gpu.free_bytes()?));
     }
-    Ok(NodeDevice::Gpu { memory_bytes: memory_bytes.saturating_sub(reserve(config)) })
+    let reserve = reserve(config, kv_transfer::has_rdma());
+    Ok(NodeDevice::Gpu { memory_bytes: memory_bytes.saturating_sub(reserve) })
 }
 
 /// Loads the kernels that gather blocks and those that compute digests of KV on the ranks' GPUs.
@@ -284,7 +285,8 @@ pub(crate) fn start_gpu(
     let fitting = match set {
         Some(blocks) => blocks,
         None => {
-            let share = KvShare { percent: node.gpu_memory_percent, reserve: reserve(config) };
+            let reserve = reserve(config, kv_transfer::has_rdma());
+            let share = KvShare { percent: node.gpu_memory_percent, reserve };
             // The default minimum is the KV of one full step: a node with less KV cannot serve.
             let one_step = (checkpoint.config().context_tokens as u32).min(limits.step_tokens);
             let tokens_min = node.sequence_tokens_max.unwrap_or(one_step);
@@ -378,10 +380,10 @@ fn is_due(last: &mut Instant, now: Instant) -> bool {
 /// Returns the GPU memory in bytes that the KV cache leaves free: `node.gpu_reserve`, and with
 /// transport `nccl`, which `auto` may choose between hosts with RDMA adapters, the memory of the
 /// pairs that connect in advance.
-fn reserve(config: &Config) -> u64 {
+fn reserve(config: &Config, has_rdma: bool) -> u64 {
     let may_use_nccl = match config.transfer.transport {
         Transport::Nccl => true,
-        Transport::Auto => kv_transfer::has_rdma(),
+        Transport::Auto => has_rdma && config.cluster.tls_cert.is_none(),
         Transport::Tcp | Transport::Ipc => false,
     };
     let pairs = if may_use_nccl { PRECONNECTED_PAIRS_MAX as u64 } else { 0 };
@@ -411,7 +413,7 @@ mod tests {
 
     #[test]
     fn nccl_pairs_have_gpu_memory_in_addition_to_the_reserve() {
-        let reserved = |flags: &[_]| reserve(&configured(flags));
+        let reserved = |flags: &[_]| reserve(&configured(flags), false);
         assert_eq!(reserved(&[]), 1 << 30);
         assert_eq!(
             reserved(&[("transfer.transport", "ipc"), ("node.gpu_reserve", "2GiB")]),
@@ -422,6 +424,10 @@ mod tests {
         // Three slots of 64 MiB, and 6 MiB of NCCL's own memory for each CTA of two communicators.
         assert_eq!(of_a_pair(&[nccl]), (192 + 6 * 4) << 20);
         assert_eq!(of_a_pair(&[nccl, ("transfer.nccl_max_ctas", "16")]), (192 + 6 * 32) << 20);
+        // With RDMA adapters auto may use nccl.
+        let with_rdma = |flags: &[_]| reserve(&configured(flags), true);
+        assert_eq!(with_rdma(&[]), reserved(&[nccl]));
+        assert_eq!(with_rdma(&[("transfer.transport", "tcp")]), 1 << 30);
     }
 
     #[test]

@@ -25,6 +25,7 @@ fn main() -> std::process::ExitCode {
         stopped::stopped_peer_delays_no_other_pair_and_times_out_after_a_lease,
         stopped::killed_peer_is_detected_at_once,
         tls::tcp_speaks_tls_and_preserves_contiguous_and_scattered_blocks,
+        tls::auto_uses_tcp_between_hosts_with_certificates_and_rdma_adapters,
         tls::only_nodes_with_certificates_of_one_cluster_exchange_kv,
         transfers::blocks_arrive_unchanged_in_several_chunks,
         transfers::tcp_copies_device_blocks_through_host_memory,

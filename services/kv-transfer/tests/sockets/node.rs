@@ -611,7 +611,7 @@ impl Node {
     }
 }
 
-fn elsewhere(reach: Option<Reach>) -> Arc<KvArena> {
+pub(crate) fn elsewhere(reach: Option<Reach>) -> Arc<KvArena> {
     let bytes = Mutex::new(vec![0; layout().block_bytes() * BLOCK_COUNT as usize]);
     KvArena::remote(Arc::new(FakeDeviceMemory { bytes, reach })).unwrap()
 }

@@ -1,4 +1,4 @@
-//! Transfers by `tcp` between nodes with certificates.
+//! Transfers between nodes with certificates.
 
 use std::{
     fs,
@@ -9,14 +9,15 @@ use std::{
 use credentials::{ClusterTls, Reload, ReloadOutcome, Reloaded};
 use kernels::KvArena;
 use kv_transfer::{
-    TransferConfig,
+    TransferConfig, TransportConfig,
     api::{Event, TransferId},
 };
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use tempfile::TempDir;
 
 use crate::node::{
-    BLOCK_COUNT, Node, SECRET, blocks, config, fresh, identity, layout, run_transfer,
+    BLOCK_COUNT, Node, Reach, SECRET, blocks, config, elsewhere, fresh, identity, layout,
+    run_transfer,
 };
 
 const NAME: &str = "baton";
@@ -106,6 +107,26 @@ pub(crate) fn tcp_speaks_tls_and_preserves_contiguous_and_scattered_blocks() {
     prefill.transfers.shutdown().unwrap();
     assert!(matches!(decode.event(), Event::ReceiveFailed { .. }));
     decode.assert_free();
+}
+
+/// NCCL does not encrypt.
+pub(crate) fn auto_uses_tcp_between_hosts_with_certificates_and_rdma_adapters() {
+    let authority = authority();
+    let on = |host: &str| {
+        let config = TransferConfig {
+            tls: Some(Certificate::of(&authority).tls),
+            transport: TransportConfig { has_rdma: true, ..TransportConfig::default() },
+            host: Some(host.to_owned()),
+            ..config("a node", SECRET, identity())
+        };
+        Node::start_of(config, elsewhere(Some(Reach::default())))
+    };
+    let (prefill, decode) = (on("here"), on("there"));
+    run_transfer(&prefill, &decode, &blocks(0..20), &blocks(100..120));
+    for node in [&prefill, &decode] {
+        let metrics = node.transfers.metrics();
+        assert_eq!((metrics.peers[0].path.as_str(), metrics.fallbacks.len()), ("tcp", 0));
+    }
 }
 
 pub(crate) fn only_nodes_with_certificates_of_one_cluster_exchange_kv() {
