@@ -407,6 +407,8 @@ class Chart(unittest.TestCase):
             ((), [{"port": "grpc"}, {"port": "control"}, {"port": "data"}]),
             (("--set", "layout=grouped"), [{"port": 50100, "endPort": 50399}]),
             (("--set", "transfer.config.transport=nccl"), None),
+            (("--set", "transfer.config.transport=auto"), [{"port": "grpc"}, {"port": "control"}, {"port": "data"}]),
+            (("--set", "transfer.config.transport=auto,gpu.rdma.resource=rdma/hca"), None),
         ):
             policy = named(objects(*arguments), "NetworkPolicy", "baton-nodes")
             [rule] = [
