@@ -152,8 +152,6 @@ assert not answers, answers
     Ok(())
 }
 
-/// Trainer and nodes cut an update into chunks independently: a chunk has the same bytes on both
-/// sides, and both sides compute the same hash of the plan.
 /// A trainer gathers one tensor after the other: each file is written before the tensors of the
 /// next file are gathered.
 fn trainer_client_writes_an_iterable_file_by_file() -> Result<()> {
@@ -199,6 +197,8 @@ for wrong in (lambda: baton_weights.write_shards(folder.name, gathered(tensors[:
     Ok(())
 }
 
+/// Trainer and nodes cut an update into chunks independently: a chunk has the same bytes on both
+/// sides, and both sides compute the same hash of the plan.
 fn trainer_client_has_the_plan_of_the_nodes() -> Result<()> {
     let script = r#"
 import random

@@ -107,13 +107,15 @@ async fn push(cluster: &Cluster, model: &Path, config: &Path, folder: &Path) -> 
     const TRAINER: &str = r#"
 import json, struct, sys
 sys.path.insert(0, sys.argv[1])
-from baton_weights import WeightUpdater
+import baton_weights
+# The layers take several files.
+baton_weights.SHARD_BYTES = 4096
 admin, model, config, folder = sys.argv[2:]
 data = open(f"{model}/model.safetensors", "rb").read()
 size = struct.unpack("<Q", data[:8])[0]
 tensors = {name: (it["dtype"], it["shape"], data[8 + size:][slice(*it["data_offsets"])])
            for name, it in json.loads(data[8:8 + size]).items()}
-WeightUpdater(admin, folder=folder, config=config).push(tensors)
+baton_weights.WeightUpdater(admin, folder=folder, config=config).push(tensors)
 "#;
     let client = concat!(env!("CARGO_MANIFEST_DIR"), "/../services/weight-transfer/client");
     let mut python = Command::new("python3");

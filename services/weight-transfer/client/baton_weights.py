@@ -27,6 +27,8 @@ A trainer whose GPUs do not hold the whole state gathers one tensor after the ot
 
     updater.push((name, parameter.full_tensor()) for name, parameter in model.named_parameters())
 
+`full_tensor` is a collective: one rank calls `push`, and the other ranks call `full_tensor` of the same parameters in the same order.
+
 A state dict has the names of Hugging Face. Values are torch tensors, or tuples (dtype, shape, bytes) with dtype "F32",
 "F16", "BF16" or "F8_E4M3". FP8 needs transport "disk": beside each FP8 matrix the state dict has its scales, and `config` is
 the folder of a checkpoint in FP8, whose config.json names the layout of the scales.
