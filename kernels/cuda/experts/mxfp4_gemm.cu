@@ -5,10 +5,10 @@
 // The widened weight is exact: the bits of two e2m1 numbers are moved to their places in two bf16 numbers, which are
 // then 2^126 times too small. A multiplication with 2^(scale - 1) gives the numbers times their scale (e8m0).
 //
-// A weight lies in chunks of 64 rows and 64 columns, in the order in which the threads read it, so one bulk copy loads
-// a chunk. Rows of x are loaded by index, as in expert_gemm.cu. The order of a sum over k does not depend on the tile:
-// a row's results have the same bits in any company. CTAs count their tiles from the lists, so that a captured graph
-// fits any routing. With `pdl` down fills its ring with weights before the preceding kernel has completed.
+// A weight is stored in chunks of 64 rows and 64 columns, in the order in which the threads read it, so one bulk copy
+// loads a chunk. Rows of x are loaded by index, as in expert_gemm.cu. The order of a sum over k does not depend on the
+// tile, so the bits of a row do not depend on the other rows. CTAs count their tiles from the lists, so that a captured
+// graph fits any routing. With `pdl` down fills its ring with weights before the preceding kernel has completed.
 #include "../gemm/hopper.h"
 #include "experts.h"
 #include "items.cuh"

@@ -1,5 +1,5 @@
-// y[rows][n] = x[rows][k] W[n][k]^T for up to 32 rows and a weight in FP8 (sm_90a): the weight is read once, and the
-// tensor cores multiply in FP8. skinny_gemm.cu selects it.
+// y[rows][n] = x[rows][k] W[n][k]^T for up to 32 rows of x in bf16 and a weight in FP8 (sm_90a): the weight is read
+// once, and the tensor cores multiply in FP8. skinny_gemm.cu selects it if `parts` is 0.
 //
 // One thread loads boxes of W by TMA, a slice of 128 of k at a time, into a ring in shared memory. Further warps load
 // the slices of x, split them into FP8 numbers and store them beside the weights. Two warpgroups compute with wgmma,

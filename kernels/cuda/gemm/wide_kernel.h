@@ -1,6 +1,5 @@
 // The kernel of wide GEMMs: y[rows][n] = x[rows][k] W[n][k]^T for up to 128 rows (sm_90a). The weight is read once, at
-// peak read bandwidth. wide_gemm.cu instantiates the kernel for bf16, wide_fp8_gemm.cu for
-// weight and x in FP8.
+// peak read bandwidth. wide_gemm.cu instantiates the kernel for bf16, wide_fp8_gemm.cu for weight and x in FP8.
 //
 // One thread loads boxes of W and x by TMA, stage by stage of a ring in shared memory. One warpgroup (two above 64
 // rows of M) computes with wgmma, with rows of x as M and the tile's weight rows as N. N may be any multiple of 8, so
