@@ -165,7 +165,7 @@ DASHBOARDS = {
         ("Duration", "s", quantiles("baton_kv_transfer_duration_seconds", NODE("decode"))),
         ("Transfers", "per second", [(rate("baton_kv_transfers_total", "side, outcome"), "{{side}} {{outcome}}")]),
         ("Transfers in progress", "short", [(total("baton_kv_transfer_active", "instance", labels=ALL), "{{instance}}")]),
-        ("Rate from the slowest node", "Bps", [(total("baton_kv_transfer_receive_rate_bytes_per_second", "path", labels=ALL, function="min"), "{{path}}")]),
+        ("Lowest receive rate of a pair", "Bps", [(total("baton_kv_transfer_receive_rate_bytes_per_second", "path", labels=ALL, function="min"), "{{path}}")]),
         ("Connected nodes by transport", "short", [(total("baton_kv_transfer_peers", "path", labels=ALL), "{{path}}")]),
         ("Fallbacks to another transport", "per second", [(rate("baton_kv_transfer_fallbacks_total", "wanted", labels=ALL), "{{wanted}}")]),
         ("Chunks", "per second", [(rate("baton_kv_transfer_chunks_total", "direction", labels=ALL), "{{direction}}")]),

@@ -55,14 +55,14 @@ pub trait RowSource: Sync {
     fn read_fp8(&self, _first: usize, _out: &mut [u8]) {
         panic!("the matrix is not stored in FP8");
     }
-    /// Returns the number of parts of equally many rows (two for gate and up) if all rows are
-    /// stored in MXFP4. A backend without kernels for MXFP4 calls the other methods, which
-    /// dequantize.
+    /// Returns the number of stacked matrices with equally many rows (two for gate and up) if all
+    /// of them are stored in MXFP4, else `None`. A backend without kernels for MXFP4 calls the
+    /// other methods, which dequantize.
     fn mxfp4_parts(&self) -> Option<usize> {
         None
     }
-    /// Fills `numbers` and `scales` with those of rows from `first` on: two numbers of 4 bits in a
-    /// byte, the low half first, and a scale for every [`GROUP`](crate::mxfp4::GROUP) numbers.
+    /// Reads rows from `first` on, as stored. A byte of `numbers` has two numbers of 4 bits, the
+    /// first in its low half. `scales` has a byte for every [`GROUP`](crate::mxfp4::GROUP) numbers.
     ///
     /// # Panics
     /// When [`Self::mxfp4_parts`] is `None`.

@@ -1,6 +1,6 @@
 //! MXFP4: numbers of 4 bits (e2m1), and a power of two (e8m0) as the scale of each group of
 //! [`GROUP`] numbers of a row. GPUs read a matrix in chunks of 64 rows and 64 columns, whose
-//! numbers and scales have the order of the threads.
+//! numbers and scales are in the order in which the threads of a warpgroup read them.
 
 use std::array;
 
@@ -11,7 +11,7 @@ pub const GROUP: usize = 32;
 
 /// Rows and columns of a chunk.
 const CHUNK: usize = 64;
-/// Rows of a warp.
+/// Rows of a chunk that a warp reads.
 const WARP_ROWS: usize = 16;
 const CHUNK_NUMBER_BYTES: usize = CHUNK * CHUNK / 2;
 const CHUNK_BYTES: usize = CHUNK_NUMBER_BYTES + CHUNK * CHUNK / GROUP;
@@ -26,8 +26,9 @@ pub(crate) fn packed_bytes(rows: usize, cols: usize) -> usize {
     rows.div_ceil(CHUNK) * tile_bytes(cols)
 }
 
-/// Words that have the two numbers of a byte in both halves: each number's sign at bit `sign`, and
-/// its other bits from bit `rest` on.
+/// Returns a word for each byte: the low half of the word has the number in the low half of the
+/// byte, and the high half the other number. In each half of the word the sign is at bit `sign`,
+/// and the other bits of the number begin at bit `rest`.
 const fn spread(sign: u32, rest: u32) -> [u32; 256] {
     let mut words = [0; 256];
     let mut byte = 0;
@@ -41,13 +42,14 @@ const fn spread(sign: u32, rest: u32) -> [u32; 256] {
     words
 }
 
-/// Fields of a word: two neighbouring columns of a row and of the row eight below, then the same
-/// rows eight columns to the right. `kernels/cuda/experts/mxfp4_gemm.cu` reads these fields.
+/// The four fields of a word, each for one byte (two neighbouring columns): of a row, of the row
+/// eight below, and of the same two rows eight columns to the right.
+/// `kernels/cuda/experts/mxfp4_gemm.cu` reads these fields.
 static FIELDS: [[u32; 256]; 4] = [spread(15, 6), spread(12, 3), spread(14, 0), spread(13, 9)];
 
 /// Packs tile `tile` (64 rows) of a matrix stored in MXFP4 with this number of
-/// [parts](RowSource::mxfp4_parts). Rows of two parts take turns: eight of the first, then eight of
-/// the second. `out` has [`tile_bytes`] bytes.
+/// [parts](RowSource::mxfp4_parts). Rows of two parts alternate: eight rows of the first part, then
+/// eight of the second. `out` has [`tile_bytes`] bytes.
 pub(crate) fn pack_tile(source: &dyn RowSource, parts: usize, tile: usize, out: &mut [u8]) {
     let (part_rows, cols) = (source.rows() / parts, source.cols());
     let (row_bytes, groups) = (cols.div_ceil(CHUNK) * CHUNK / 2, cols.div_ceil(CHUNK) * 2);
@@ -68,7 +70,7 @@ pub(crate) fn pack_tile(source: &dyn RowSource, parts: usize, tile: usize, out: 
                 .copy_from_slice(&of_groups[row * stored_groups..][..stored_groups]);
         }
     }
-    // The rows of a warp's upper and lower half, in `numbers`.
+    // Returns where `numbers` has row `row` of the upper and of the lower eight rows of a warp.
     let halves = |warp: usize, row: usize| match parts {
         1 => [warp * WARP_ROWS + row, warp * WARP_ROWS + 8 + row],
         _ => [warp * 8 + row, own + warp * 8 + row],

@@ -115,7 +115,7 @@ pub trait PeerChannel: Send + Sync {
         blocks: Vec<BlockWrite>,
     ) -> Result<Box<dyn TransferInFlight<BlockWrite>>, String>;
 
-    /// Returns the rate of the probe transfer with which both ends joined, in bytes/s.
+    /// Returns the rate of the probe transfer that both ends made when they joined, in bytes/s.
     fn probed_rate(&self) -> u64;
 
     /// Aborts the channel and its operations. After `Ok` no copy is in flight; after an error

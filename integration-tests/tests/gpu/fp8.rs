@@ -142,7 +142,7 @@ pub(crate) fn gemms_match_sums_of_the_stored_numbers() {
 }
 
 pub(crate) fn fused_operations_match_cpu() {
-    // Only kernels that take inputs in FP8 need multiples of 128.
+    // The kernels that take inputs in FP8 need multiples of 128. The first case has none.
     for (width, ffn) in [(576, 400), (512, 384), (1024, 512)] {
         match_cpu(width, ffn);
     }
@@ -194,7 +194,7 @@ fn match_cpu(width: usize, ffn: usize) {
             let size = wanted.iter().fold(1.0_f32, |most, value| most.max(value.abs()));
             let scaled =
                 |values: &[f32]| values.iter().map(|value| value / size).collect::<Vec<_>>();
-            // More rows are rounded to three bits.
+            // Above 32 rows inputs are rounded to FP8, with three bits of mantissa.
             let bound = if rows <= 32 { 2e-2 } else { 8e-2 };
             let what = format!("{rows} rows, {width} x {ffn}");
             assert_near(&scaled(found), &scaled(wanted), bound, &what);

@@ -99,8 +99,9 @@ pub(crate) fn nccl_between_hosts_preserves_kv_and_fails_with_its_peer() {
     }
 }
 
-/// Variables of the peer's environment with which NCCL finds no network, or has other limits than
-/// in this process. KV arrives by tcp, or by nccl if NCCL agrees, and the next pair uses nccl.
+/// The peer's environment has variables with which NCCL finds no network, or has other limits of
+/// CTAs than in this process. KV still arrives: by tcp without a network, and by either transport
+/// with other limits. A later pair uses nccl again.
 pub(crate) fn unusable_nccl_environment_falls_back_to_tcp() {
     let (gpus, _alone) = gpus();
     let (from, to) = last_pair(TransferKind::Nccl, gpus);

@@ -19,7 +19,7 @@ pub struct CudaMatrix {
     pub(super) dtype: Dtype,
     /// The f32 scale of each row, for elements in FP8.
     pub(super) scales: Option<Range>,
-    /// Whether `data` has numbers and scales in MXFP4, in the order of [`mxfp4`].
+    /// Whether `data` has numbers and scales in MXFP4, packed as [`mxfp4`] describes.
     pub(super) is_mxfp4: bool,
 }
 
@@ -66,17 +66,16 @@ pub struct CudaBuffer {
     pub(super) dtype: Dtype,
     /// The deferred norm of the rows, if any.
     pub(super) pending: Cell<Option<DeferredNorm>>,
-    /// The backend's quantized rows that are rows of this buffer, if any.
+    /// Which rows quantized by the backend are those of this buffer, if any.
     pub(super) quantized: Cell<Option<QuantizedAs>>,
 }
 
-/// Identifies rows that the backend has quantized. They are overwritten when the backend quantizes
-/// others.
+/// Identifies rows that the backend has quantized. The next quantization overwrites these rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct QuantizedAs {
-    /// Number of quantizations before this one.
+    /// Number of quantizations up to this one, itself included.
     pub turn: u64,
-    /// FP8 numbers whose sum is an element.
+    /// Number of FP8 numbers whose sum is an element.
     pub parts: usize,
     /// Whether the buffer has the rows in bf16 too, or can compute them from a deferred norm.
     pub is_mirrored: bool,
@@ -113,13 +112,13 @@ impl CudaBuffer {
         self.dtype
     }
 
-    /// Forgets what was known of the rows, before they are overwritten.
+    /// Clears the deferred norm and the quantized rows, before the rows are overwritten.
     pub(super) fn forget(&self) {
         self.pending.set(None);
         self.quantized.set(None);
     }
 
-    /// Returns whether the rows are, or can be, in the buffer itself.
+    /// Returns whether the buffer has its rows in bf16, or can compute them from a deferred norm.
     pub(super) fn is_mirrored(&self) -> bool {
         self.quantized.get().is_none_or(|quantized| quantized.is_mirrored)
     }

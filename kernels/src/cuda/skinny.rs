@@ -4,8 +4,9 @@
 //! leaves memory bandwidth unused. So the GEMM's epilogue does the next operation: RoPE and the KV
 //! store, SiLU and multiply, or the residual add. An RMS norm is split into two factors. The
 //! producing GEMM multiplies its output by the norm's weight and stores partial sums of squares
-//! ([`DeferredNorm`]); the consuming GEMM scales its accumulators by the row's factor. When
-//! cuBLASLt runs a GEMM, separate kernels do these operations.
+//! ([`DeferredNorm`]); the consuming GEMM scales its accumulators by the row's factor. With weights
+//! in FP8 a kernel before the GEMM computes the norm and quantizes the rows instead. When cuBLASLt
+//! runs a GEMM, separate kernels do these operations.
 
 use super::{
     backend::CudaBackend,

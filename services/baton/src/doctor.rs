@@ -52,8 +52,8 @@ pub struct DoctorArgs {
     /// Number format of the model's weights: f32, bf16, q8 (CPUs) or fp8 (GPUs).
     #[arg(long, value_parser = parse_dtype, default_value = "bf16", env = "BATON_MODEL_DTYPE")]
     dtype: WeightFormat,
-    /// Addresses of the metrics of running nodes, such as 10.0.0.1:9090: reports the transport and the
-    /// measured rate of KV of each pair.
+    /// Addresses of the metrics of running nodes, such as 10.0.0.1:9090: reports the transport and
+    /// the measured rate of KV for each pair of nodes.
     #[arg(long, value_name = "HOST:PORT", value_delimiter = ',')]
     nodes: Vec<String>,
     /// Print a JSON object instead of a table.
@@ -89,7 +89,7 @@ struct DoctorReport {
     libraries: Vec<Library>,
     gpus: Vec<Gpu>,
     links: Vec<GpuLink>,
-    /// Connections of the running nodes that were named.
+    /// Pairs of the nodes in `--nodes`.
     pairs: Vec<PairReport>,
     model: Option<ModelReport>,
     /// Settings that a node derives at start, for each role.

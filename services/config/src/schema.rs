@@ -437,12 +437,12 @@ section! {
         control was "notice": SocketAddr = loopback(0),
             "Port 0 takes a free port, which peers learn from the router. Set a port behind a firewall.";
         /// Transport of KV: tcp; ipc (copy engines) between GPUs of one host; nccl (kernels on both
-        /// GPUs); or auto, the fastest that works: ipc within a host, nccl within a host or between
-        /// hosts with RDMA adapters, and otherwise tcp.
+        /// GPUs); or auto, the first that works of ipc (within a host), nccl (within a host, and
+        /// between hosts with RDMA adapters) and tcp.
         transport: Transport = Transport::Auto,
-            "Between hosts without RDMA adapters, or with cluster.tls_cert, KV goes by nccl only if both nodes are set to \
-             it: NCCL does not encrypt. KV goes by tcp to a node that does not support the set transport; the log and \
-             metrics report this.";
+            "auto rejects nccl if a probe transfer moves less than 10 GB/s. Between hosts without RDMA adapters, or with \
+             cluster.tls_cert, KV goes by nccl only if both nodes are set to it: NCCL does not encrypt. KV goes by tcp to a \
+             node that does not support the set transport; the log and metrics report this.";
         /// Maximum number of CTAs, each on an SM of its own, that NCCL uses on each GPU for one
         /// pair of nodes.
         nccl_max_ctas was "nccl_blocks": u32 = 4,

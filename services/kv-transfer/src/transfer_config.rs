@@ -30,8 +30,8 @@ pub struct TransferConfig {
     pub limits: TransferLimits,
     pub transport: TransportConfig,
     /// Id of this host ([`host_id`](crate::host_id)). `ipc` is offered only to peers with
-    /// the same id, and so is `nccl` unless it is the set transport, or the host has RDMA adapters
-    /// and the cluster has no certificates.
+    /// the same id. So is `nccl`, unless the set transport is `nccl`, or `auto` on a host with RDMA
+    /// adapters and without certificates.
     pub host: Option<String>,
     /// Encrypts KV that is sent by `tcp`, if the cluster has certificates. Then
     /// [`TransportChoice::Auto`] does not offer `nccl`, which does not encrypt, to other hosts.

@@ -61,8 +61,8 @@ pub enum TransportChoice {
 const LOCAL: [TransferKind; 2] = [TransferKind::Ipc, TransferKind::Nccl];
 
 /// Returns the entries for `HELLO`, best first. `can` lists the supported transports other than
-/// `tcp`. `nccl` is offered to other hosts if it is set, and by `auto` if `has_rdma`: this host has
-/// RDMA adapters, and the cluster has no certificates.
+/// `tcp`. `nccl` is offered to other hosts if the choice is `nccl`, or `auto` and `has_rdma`: this
+/// host has RDMA adapters, and the cluster has no certificates.
 pub(crate) fn offers(
     (choice, has_rdma): (TransportChoice, bool),
     can: &[TransferKind],

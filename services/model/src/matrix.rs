@@ -60,7 +60,8 @@ pub(crate) enum Scales<'a> {
     Mxfp4(TensorBytes<'a>),
 }
 
-/// Greatest scale of MXFP4, in [`Encoding::F8E8m0`], with which every number is finite in f32.
+/// Bits of the greatest scale of MXFP4 ([`Encoding::F8E8m0`]) with which every number is finite in
+/// f32.
 const MXFP4_SCALE_MAX: u8 = 252;
 
 thread_local! {

@@ -378,7 +378,7 @@ fn is_due(last: &mut Instant, now: Instant) -> bool {
 }
 
 /// Returns the GPU memory in bytes that the KV cache leaves free: `node.gpu_reserve`, and with
-/// transport `nccl`, which `auto` may choose between hosts with RDMA adapters, the memory of the
+/// transport `nccl`, or `auto` on a host with RDMA adapters, the memory of the nccl links of the
 /// pairs that connect in advance.
 fn reserve(config: &Config, has_rdma: bool) -> u64 {
     let may_use_nccl = match config.transfer.transport {

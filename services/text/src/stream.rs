@@ -48,7 +48,8 @@ pub struct HeaderTokens {
     pub begin: Vec<u32>,
     /// Last token of a header.
     pub end: u32,
-    /// Maximum length of a header. Later text is no header, even if its end is missing.
+    /// Maximum length of a header in bytes. Text after this length is no header, even if the last
+    /// token of the header is missing.
     pub bytes_max: usize,
 }
 
@@ -88,7 +89,7 @@ impl TextStream {
         }
     }
 
-    /// Takes stop strings within these headers for ordinary text.
+    /// Does not apply stop strings within these headers.
     pub fn with_headers(mut self, headers: Option<HeaderTokens>) -> Self {
         self.headers = headers;
         self

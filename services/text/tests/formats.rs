@@ -2,8 +2,8 @@
 //!
 //! `formats/NAME.jsonl` has an output in each line, written after the definition of the format,
 //! with the expected pieces: text, or a function's name and arguments (and "cut" if the output ends
-//! within the call). `openai_harmony` is a second opinion on answers of gpt-oss, which
-//! `fixtures/harmony.py` wrote.
+//! within the call). In answers of gpt-oss, `openai_harmony` says whether the
+//! package openai-harmony reads the answer alike; `fixtures/harmony.py` writes this field.
 
 use std::{fs, sync::Arc};
 

@@ -25,7 +25,7 @@ halves of `push`, for a trainer that does other work in between.
 
 A trainer whose GPUs do not hold the whole state gathers one tensor after the other, with transport "disk":
 
-    updater.push((name, parameter.full_tensor()) for name, parameter in model.named_parameters())
+    updater.push(((name, parameter.full_tensor()) for name, parameter in model.named_parameters()), label="step 200")
 
 `full_tensor` is a collective: one rank calls `push`, and the other ranks call `full_tensor` of the same parameters in the same order.
 
@@ -52,7 +52,7 @@ import urllib.request
 
 DTYPES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16", "torch.float8_e4m3fn": "F8_E4M3"}
 COPIED = ("config.json", "generation_config.json")
-# Size of a file of weights. The host holds the tensors of one file.
+# Maximum size of a file of weights, unless one tensor is larger. The host holds the tensors of one file.
 SHARD_BYTES = 1 << 30
 POLL_SECONDS = 0.05
 # Updates from GPU to GPU take milliseconds.
@@ -258,7 +258,7 @@ class Chunks:
         self.device = self.sources[0].device
         self.chunks = cut([source.numel() for source in self.sources], chunk_bytes)
         self.plan = plan_hash(self.tensors, self.chunks)
-        # What the caller's current streams have written. Copies wait for this on the GPU, not for other streams.
+        # Ends of the caller's current streams: copies wait for them on the GPU, and for no other stream.
         self.written = [torch.cuda.current_stream(device).record_event() for device in {source.device for source in self.sources}]
         self.digests = Digests(self.sources)
 

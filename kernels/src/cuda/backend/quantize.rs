@@ -13,12 +13,14 @@ use crate::{
     layout::{Dtype, WeightFormat},
 };
 
-/// Maximum rows that are quantized to two parts, which keep the precision of bf16.
+/// Maximum number of rows whose elements are quantized to two parts, FP8 numbers whose sum keeps
+/// the precision of bf16.
 const SPLIT_ROWS_MAX: usize = 32;
-/// Maximum rows that are always written in bf16 too. More rows are written in bf16 only for the
-/// router of experts.
+/// Maximum number of rows that are always written in bf16, too. More rows are written in bf16 only
+/// for the router of experts.
 const MIRRORED_ROWS_MAX: usize = 256;
-/// Quantized rows for which there is memory, for each row of up to [`SPLIT_ROWS_MAX`].
+/// Minimum number of FP8 rows for which there is memory: two parts of each of [`SPLIT_ROWS_MAX`]
+/// rows.
 pub(super) const QUANTIZED_ROWS_MIN: usize = 2 * SPLIT_ROWS_MAX;
 
 /// The quantized input of a GEMM in FP8. The next quantization overwrites it.
@@ -35,7 +37,7 @@ pub(in crate::cuda) struct QuantizedRows {
 #[derive(Clone, Copy)]
 enum Source<'a> {
     Rows(&'a CudaBuffer),
-    /// The rows after their deferred norm.
+    /// Rows whose deferred norm is computed first.
     Deferred(DeferredNorm),
     /// The RMS norm of the residual stream, after the addition of `delta`.
     Norm {
@@ -48,13 +50,15 @@ enum Source<'a> {
 }
 
 impl CudaBackend {
-    /// Returns the parts in which GEMMs take this many rows, or `None` if in bf16.
+    /// Returns the number of FP8 parts of each input of GEMMs with this many rows, or `None` if the
+    /// inputs stay in bf16.
     pub(in crate::cuda) fn parts_of(&self, rows: usize) -> Option<usize> {
         let is_quantized = self.options.weights == WeightFormat::Fp8 && self.options.fused;
         is_quantized.then_some(if rows <= SPLIT_ROWS_MAX { 2 } else { 1 })
     }
 
-    /// Returns rows of `x` in FP8, and quantizes them unless the kernel that produced them has.
+    /// Returns rows of `x` in FP8. Quantizes the rows, unless the kernel that produced them already
+    /// did.
     pub(in crate::cuda) fn quantized(
         &self,
         rows: usize,
@@ -129,7 +133,8 @@ impl CudaBackend {
         true
     }
 
-    /// Quantizes rows, and writes them to `mirror` in bf16. Returns the number of quantizations.
+    /// Quantizes rows, and writes them to `mirror` in bf16. Returns the number of quantizations so
+    /// far, this one included.
     fn quantize(
         &self,
         rows: usize,

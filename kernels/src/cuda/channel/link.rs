@@ -352,7 +352,7 @@ impl NcclLink {
         Ok(marks)
     }
 
-    /// Returns the rate of the probe transfer, in bytes/s.
+    /// Returns the rate of the fastest probe transfer, in bytes/s.
     pub(super) fn probed_rate(&self) -> u64 {
         self.probed_rate
     }

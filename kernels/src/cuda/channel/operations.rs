@@ -129,7 +129,7 @@ pub(super) struct ChannelControl {
     reason: OnceLock<&'static str>,
     /// Whether an abort hung.
     stuck: AtomicBool,
-    /// Rate of the probe transfers of all links, in bytes/s.
+    /// Sum of the probed rates of all links, in bytes/s.
     probed_rate: u64,
     cuts: OperationSizes,
     blocks: Arc<dyn RemoteBlocks>,

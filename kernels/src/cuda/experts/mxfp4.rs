@@ -12,8 +12,8 @@ use crate::{
     layout::Dtype,
 };
 
-/// Returns the address of the first of the experts' biases, and the elements from one to the next.
-/// The address is 0 without biases.
+/// Returns the address of the first expert's bias, and the number of elements from one bias to the
+/// next. The address is 0 without biases.
 ///
 /// # Panics
 /// When the distance between the biases or their lengths differ, which is a bug.
@@ -33,8 +33,8 @@ fn stacked<'a>(mut biases: impl Iterator<Item = &'a CudaVector>, len: usize) -> 
 }
 
 impl CudaBackend {
-    /// Multiplies `inputs` with the experts' weights in MXFP4, from the lists that routing has
-    /// written.
+    /// Computes the experts in MXFP4 for `inputs`: gate and up with the activation, then down. The
+    /// rows of each expert are those in the lists that routing has written.
     pub(super) fn run_mxfp4(
         &self,
         rows: usize,
@@ -95,7 +95,7 @@ impl CudaBackend {
 }
 
 impl Stacked<'_> {
-    /// Adds weights to the arguments of a GEMM.
+    /// Returns the arguments of a GEMM with these weights.
     fn mxfp4_args(&self, args: ffi::Mxfp4GemmArgs) -> ffi::Mxfp4GemmArgs {
         ffi::Mxfp4GemmArgs {
             weight: self.first.data.address(),

@@ -8,7 +8,7 @@ use ureq::Agent;
 
 /// Time-out of reading the metrics of one node.
 const READ_WITHIN: Duration = Duration::from_secs(5);
-/// Series of the measured rates, before its labels.
+/// Beginning of the lines with measured rates in a node's metrics, before the labels.
 const RATES: &str = "baton_kv_transfer_receive_rate_bytes_per_second{";
 
 /// The connection by which a node last received KV from a peer.

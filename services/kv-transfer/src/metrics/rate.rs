@@ -2,15 +2,15 @@
 
 use std::time::{Duration, Instant};
 
-/// Fewest bytes of a period that is measured: latency dominates shorter ones.
+/// Minimum bytes of a period that is measured. Latency dominates the duration of shorter periods.
 const MEASURED_BYTES_MIN: u64 = 1 << 20;
 
-/// Measures periods in which chunks are always in flight, so that pauses of the sender do not
-/// count.
+/// Measures the rate over periods in which at least one chunk is always in flight, so that pauses
+/// of the sender do not count.
 #[derive(Debug, Default)]
 pub(super) struct ReceiveRate {
     in_flight: u32,
-    /// Begin of the current period.
+    /// Start of the current period.
     since: Option<Instant>,
     /// Bytes that have arrived in the current period.
     bytes: u64,

@@ -85,7 +85,8 @@ impl RandomRows {
     }
 }
 
-/// Rows of a random matrix in MXFP4: all numbers are equally likely, and all groups have one scale.
+/// Rows of a random matrix in MXFP4: all numbers are equally likely, and all groups have the same
+/// scale.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RandomMxfp4 {
     rows: RandomRows,
@@ -95,7 +96,7 @@ pub(crate) struct RandomMxfp4 {
 impl RandomMxfp4 {
     /// Returns rows of about the same magnitude as `rows`.
     pub(crate) fn new(rows: RandomRows) -> Self {
-        /// Root mean square of all numbers, divided by that of a uniform distribution up to 1.
+        /// Root mean square of the 16 numbers, divided by that of uniform numbers from -1 to 1.
         const SIZE: f32 = 2.925 * 1.732;
         let scale = 127.0 + (rows.amplitude / SIZE).log2().round();
         Self { rows, scale: scale as u8 }
