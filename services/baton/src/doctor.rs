@@ -66,7 +66,13 @@ pub fn run(args: DoctorArgs) -> Result<()> {
     let model = args.model.map(|path| OpenedModel::open(&path, args.dtype)).transpose()?;
     let mut report = DoctorReport::of_this_machine(args.kernels.path(), model);
     for node in &args.nodes {
-        report.pairs.extend(pairs::of_node(node)?);
+        match pairs::of_node(node) {
+            Ok(pairs) if pairs.is_empty() => {
+                report.notes.push(format!("{node} has not measured the rate of KV from any node"));
+            }
+            Ok(pairs) => report.pairs.extend(pairs),
+            Err(error) => report.notes.push(format!("{error:#}")),
+        }
     }
     if args.json {
         println!("{}", serde_json::to_string_pretty(&report)?);
