@@ -122,7 +122,10 @@ impl CudaBackend {
         is_mirrored: bool,
     ) -> bool {
         let Some(parts) = self.parts_of(rows) else { return false };
-        if out.dtype != Dtype::Bf16 || out.stride != out.width {
+        // Only matrices whose columns are a multiple of 16 are stored in FP8. The GEMM of another
+        // matrix needs the rows in bf16.
+        let is_fitting = out.stride == out.width && out.width.is_multiple_of(16);
+        if out.dtype != Dtype::Bf16 || !is_fitting {
             return false;
         }
         out.forget();
@@ -181,8 +184,9 @@ impl CudaBackend {
             }
         }
         self.run(|library, stream| {
-            // SAFETY: all ranges have the rows and widths checked above. Those of a deferred norm have
-            // the rows and the width of the buffer.
+            // SAFETY: all ranges have the rows and widths checked above. The ranges of a deferred
+            // norm have the rows and the width of the buffer. Two parts of up to 32 rows fit
+            // `QUANTIZED_ROWS_MIN` rows.
             unsafe { launch!(library, stream, baton_quantize(&args)) }
         });
         to.turn.set(to.turn.get() + 1);
