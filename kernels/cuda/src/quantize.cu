@@ -62,7 +62,7 @@ __device__ __forceinline__ void store_parts(const baton_quantize_args& p, int at
 
 // One CTA per row; a thread holds ITEMS groups of 8, `blockDim.x` groups apart.
 template <int SOURCE, int ITEMS>
-__global__ void quantize_kernel(const __grid_constant__ baton_quantize_args p) {
+__global__ void __launch_bounds__(THREADS_MOST) quantize_kernel(const __grid_constant__ baton_quantize_args p) {
   __shared__ float sums[WARP], mosts[WARP];
   // The successor, a GEMM, loads only weights before its wait, so it may start before this kernel's predecessor ends.
   pdl_release();
