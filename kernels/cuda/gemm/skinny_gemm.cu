@@ -353,7 +353,8 @@ bool is_wide(const baton_skinny_gemm_args& p, const Device& device) {
   return wide_gemm_tile(p, device) != 0;
 }
 
-// Returns whether fp8_gemm.cu computes this GEMM: every GEMM with a weight in FP8 for which fp8_gemm.cu has the tile.
+// Returns whether fp8_gemm.cu computes this GEMM: every GEMM with a weight in FP8 and x in bf16 for which fp8_gemm.cu
+// has the tile.
 bool is_fp8_wide(const baton_skinny_gemm_args& p, const Device& device) {
   if (!p.weight_scales || p.parts) return false;
   const int tile = fp8_gemm_tile(p, device);
@@ -393,8 +394,9 @@ int32_t check_shape(const baton_skinny_gemm_args& p) {
                 "parts is %d; expected 0, or 1 or 2 with scales of the weight's rows", p.parts);
   BATON_REQUIRE(p.epilogue != BATON_SKINNY_SILU || p.n % 2 == 0, "n is %d; of gate and up it is even", p.n);
   BATON_REQUIRE(p.grid >= 0, "grid is %d; expected 0 or more", p.grid);
-  BATON_REQUIRE(p.tile == 0 || p.tile == 16 || p.tile == 32 || p.tile == 64 || p.tile == 112 || p.tile == 128 || p.tile == 224,
-                "tile is %d; expected 0, 16, 32, 64, 112, 128 or 224", p.tile);
+  BATON_REQUIRE(p.tile == 0 || p.tile == 16 || p.tile == 32 || p.tile == 64 || p.tile == 112 || p.tile == 128 ||
+                    p.tile == 224 || (p.parts != 0 && p.tile == 48),
+                "tile is %d; expected 0, 16, 32, 64, 112, 128 or 224, or 48 with parts", p.tile);
   if (p.epilogue == BATON_SKINNY_QKV) {
     BATON_REQUIRE(p.head_dim > 0, "head_dim is %d; expected multiples of 16", p.head_dim);
     const int multiple = p.tile != 0 ? p.tile : 16;

@@ -105,9 +105,9 @@ typedef enum {
 
 /* 80 bytes. */
 typedef struct {
-  const void *x;       /* bf16 [rows][x_stride] */
+  const void *x;       /* bf16 [rows][x_stride]; may be null with NORM */
   int64_t x_stride;    /* a multiple of 8 */
-  float *residual;     /* NORM: [rows][width] */
+  float *residual;     /* NORM: [rows][width]; with x, the sum is stored here */
   const float *norm;   /* NORM: [width] */
   void *mirror;        /* null, or y in bf16 [rows][width] */
   void *out;           /* FP8 (e4m3) */
@@ -116,7 +116,7 @@ typedef struct {
   int32_t source;
   int32_t rows;
   int32_t width;       /* a multiple of 8, at most 65536 */
-  int32_t parts;
+  int32_t parts;       /* FP8 numbers of each element, 1 or 2 */
   int32_t reserved;
 } baton_quantize_args;
 
@@ -238,9 +238,9 @@ typedef struct {
  * step. BATON_UNSUPPORTED above the maximum rows and for shapes without a tile. Results do not depend on `pdl`. They
  * depend on the tile, on the order of a row's squares, on `parts`, and on whether there are more than 8, 16 or 64 rows. */
 BATON_API int32_t baton_skinny_gemm(const baton_skinny_gemm_args *args, void *stream);
-/* Returns the weight rows per tile for these arguments (rows, n, depth, epilogue, head_dim, grid and tile matter;
- * addresses may be null); squares_out has ceil(n / tile) numbers per row. 0: there is no kernel for the shape, or
- * cuBLAS is faster. */
+/* Returns the weight rows per tile for these arguments (rows, n, depth, epilogue, head_dim, grid, tile, weight_block,
+ * parts and whether weight_scales is null matter; other addresses may be null); squares_out has ceil(n / tile) numbers
+ * per row. 0: there is no kernel for the shape, or cuBLAS is faster. */
 BATON_API int32_t baton_skinny_gemm_tile(const baton_skinny_gemm_args *args);
 /* Maximum rows of baton_skinny_gemm; baton_skinny_gemm_tile decides by shape. */
 BATON_API int32_t baton_skinny_gemm_rows_max(void);
