@@ -1,5 +1,6 @@
-// y[rows][n] = x[rows][k] W[n][k]^T for up to 32 rows of x in bf16 and a weight in FP8 (sm_90a): the weight is read
-// once, and the tensor cores multiply in FP8. skinny_gemm.cu selects it if `parts` is 0.
+// y[rows][n] = x[rows][k] W[n][k]^T for up to 32 rows of bf16 and a weight in FP8 (sm_90a): the weight is read once,
+// and the tensor cores multiply in FP8. skinny_gemm.cu selects it for x in bf16. The engine passes x in bf16 where
+// wide_fp8_gemm.cu, which is faster, has no tile (README.md).
 //
 // One thread loads boxes of W by TMA, a slice of 128 of k at a time, into a ring in shared memory. Further warps load
 // the slices of x, split them into FP8 numbers and store them beside the weights. Two warpgroups compute with wgmma,
@@ -13,8 +14,8 @@
 // The tensor cores keep about 14 bits of a sum in FP8. So the sums of a slice start with zero, and are added to f32
 // sums with the scale of the row and slice. There a weight with scales of blocks gets the scale of the block.
 //
-// Two CTAs may split k, which doubles the weight rows of a CTA. This halves the conversions of x. See wide_gemm.cu for
-// the epilogues and `pdl`.
+// Two CTAs may split k, which doubles the weight rows of a CTA. This halves the conversions of x. See epilogue.h for
+// the epilogues, and skinny_gemm.cu for `pdl`.
 #include <cuda_fp8.h>
 
 #include "epilogue.h"

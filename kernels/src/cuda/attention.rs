@@ -45,9 +45,9 @@ const DECODE_HEAD_DIMS: [usize; 2] = [64, 128];
 /// Choice of the attention kernel. Steps in f32 always use the plain kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AttentionKind {
-    /// The fastest kernel that supports step and shape. Steps of up to 1,024 rows that all decode or
-    /// verify draft tokens use Baton's decode attention, other steps FlashInfer. The plain kernel
-    /// serves shapes that neither supports, and larger steps that verify draft tokens.
+    /// The fastest kernel that supports step and shape. Steps of up to 1,024 rows that all decode
+    /// or verify draft tokens use Baton's decode attention, other steps FlashInfer. The plain
+    /// kernel serves shapes that neither supports, and larger steps that verify draft tokens.
     Auto,
     /// FlashInfer also in decode steps. The plain kernel serves steps that verify draft tokens and
     /// shapes that FlashInfer does not support.

@@ -495,8 +495,8 @@ impl Backend for CudaBackend {
         if self.is_faulty() {
             return;
         }
-        // The skinny kernel applies a deferred norm, and takes weights in FP8. A rank has no
-        // deferred norms, but uses the same kernel.
+        // The skinny kernel applies a deferred norm, and takes weights in FP8. A rank's GEMMs defer
+        // no norms, but a rank uses the same kernel.
         if x.pending.get().is_some() || self.group.is_some() || w.scales.is_some() {
             if self.skinny_matmul(rows, (x, w), out) {
                 return;

@@ -24,8 +24,8 @@ pub struct CudaMatrix {
 }
 
 impl CudaMatrix {
-    /// Allocates a matrix for `source`. `cut` returns a range of the given number of bytes. `format`
-    /// is that of the model's weights.
+    /// Allocates a matrix for `source`. `cut` returns a range of the given number of bytes.
+    /// `format` is that of the model's weights.
     pub(super) fn place(
         source: &dyn RowSource,
         (format, dtype): (WeightFormat, Dtype),
@@ -85,12 +85,14 @@ pub(super) struct QuantizedAs {
 /// squares plus `eps`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct DeferredNorm {
-    /// Number of partial sums of squares per row.
+    /// Number of partial sums of squares per row. 0: there are none, and the buffer does not have
+    /// the rows: the whole norm is still to be computed from `residual`.
     pub count: usize,
     pub eps: f32,
     /// Address of the rows before the norm.
     pub residual: Address,
-    /// Address of the norm's weight. The rows are already multiplied by this weight.
+    /// Address of the norm's weight. Rows with sums of squares are already multiplied by this
+    /// weight.
     pub norm: Address,
 }
 

@@ -432,17 +432,17 @@ impl CudaBackend {
 
     fn route(&self, args: ffi::RouteArgs) {
         self.run(|library, stream| {
-            // SAFETY: the ranges have the sizes checked in `run_experts`, and the number of arrivals is 0
-            // between calls.
+            // SAFETY: the ranges have the sizes checked in `run_experts`, and the number of
+            // arrivals is 0 between calls.
             unsafe { launch!(library, stream, baton_route(&args)) }
         });
     }
 
     fn expert_gemm(&self, args: ffi::ExpertGemmArgs) {
         self.run(|library, stream| {
-            // SAFETY: weights, inputs and outputs have the sizes checked in `run_experts`. Routing, which
-            // has written the lists, was launched before gate and up, and so at least two kernels
-            // before down.
+            // SAFETY: weights, inputs and outputs have the sizes checked in `run_experts`. Routing,
+            // which has written the lists, was launched before gate and up, and so at least two
+            // kernels before down.
             unsafe { launch!(library, stream, baton_expert_gemm(&args)) }
         });
     }

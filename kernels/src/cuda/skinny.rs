@@ -243,8 +243,8 @@ impl CudaBackend {
         out.forget();
         self.run(|library, stream| {
             // SAFETY: operands and output have the step's rows and the matrix's sizes, as checked
-            // above; the partial sums have room for the smallest tile; the step's KV destinations
-            // are blocks that the step may write.
+            // above and in `quantize`; the partial sums have room for the smallest tile; the step's
+            // KV destinations are blocks that the step may write.
             unsafe { launch!(library, stream, baton_skinny_gemm(&args)) }
         });
         Some(tile)

@@ -41,7 +41,8 @@ pub struct StopHit {
     pub token_count: u32,
 }
 
-/// Headers of messages in an answer, in which a stop string is ordinary text.
+/// Headers of messages in an answer, in which a stop string is ordinary text. Text before the first
+/// of the `begin` tokens belongs to no header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HeaderTokens {
     /// Tokens after which a header begins.

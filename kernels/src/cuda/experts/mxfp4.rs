@@ -87,8 +87,8 @@ impl CudaBackend {
     fn mxfp4_gemm(&self, args: ffi::Mxfp4GemmArgs) {
         self.run(|library, stream| {
             // SAFETY: weights, biases, inputs and outputs have the sizes checked here and in
-            // `run_experts`. Routing, which has written the lists, was launched before gate and up, and
-            // so at least two kernels before down.
+            // `run_experts`. Routing, which has written the lists, was launched before gate and up,
+            // and so at least two kernels before down.
             unsafe { launch!(library, stream, baton_mxfp4_gemm(&args)) }
         });
     }
