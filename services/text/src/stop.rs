@@ -78,6 +78,14 @@ impl StopStrings {
         self.advance(text, false).emit
     }
 
+    /// Restarts the search: stop strings begin only in later text. Returns the held-back text.
+    pub fn restart(&mut self) -> String {
+        for pattern in &mut self.patterns {
+            pattern.matched = 0;
+        }
+        std::mem::take(&mut self.held)
+    }
+
     /// Returns the held-back text when the answer ended without a stop string.
     pub fn finish(&mut self) -> String {
         self.done = true;

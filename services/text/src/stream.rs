@@ -116,6 +116,9 @@ impl TextStream {
             let is_within_header = self.is_within_header(id, piece.len());
             if self.token_count <= self.min_tokens || is_within_header {
                 text.push_str(&self.stops.push_unstoppable(&piece));
+                if is_within_header {
+                    text.push_str(&self.stops.restart());
+                }
                 continue;
             }
             let progress = self.stops.push(&piece);

@@ -128,6 +128,9 @@ fn stop_strings_do_not_apply_within_headers() {
     let header = |text: &str| [&[common::END][..], &ids(text), &[common::TOOL]].concat();
     let answer = [&ids("x")[..], &header("abc"), &ids("aab")].concat();
     assert_eq!(text_before(&answer), ("xabc<tool>a".into(), Some(answer.len() as u32)));
+    // No stop string begins in a header or ends behind it.
+    let answer = [&ids("a")[..], &header("a"), &ids("b")].concat();
+    assert_eq!(text_before(&answer), ("aa<tool>b".into(), None));
     // Text before a header is text.
     assert_eq!(text_before(&[ids("ab"), header("")].concat()), (String::new(), Some(2)));
     // A header that does not end is text after its maximum length.
