@@ -109,7 +109,8 @@ def has_number(result):
 def without_data(queries, address, baton, router, admin=None):
     """Sends requests until all queries have data in the Prometheus at the address. Returns the queries without data."""
     load = [baton, "bench", "serve", "--url", f"http://{router}", "--requests", "8", "--warmup", "0"]
-    load += ["--input-tokens", "40", "--output-tokens", "8", "--concurrency", "4"]
+    # The rate of KV is measured from 1 MiB on.
+    load += ["--input-tokens", "512", "--output-tokens", "8", "--concurrency", "4"]
     push = [baton, "weights", "push", MODEL, "--to", f"http://{admin}"]
     quiet = {"check": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     wanted = dict(enumerate(queries))
