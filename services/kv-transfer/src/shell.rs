@@ -35,7 +35,7 @@ use crate::{
     protocol::{Core, Local},
     resolve::Resolver,
     threads::{Threads, locked},
-    transfer_config::TransferConfig,
+    transfer_config::{TransferConfig, TransportConfig},
     transfer_kind::{self, TransferKind, TransportChoice},
     transport::TransportEvent,
 };
@@ -330,10 +330,9 @@ fn offers(
             }
         }
     }
-    // NCCL does not encrypt: with certificates `auto` leaves KV between hosts to `tcp`.
-    let has_rdma = config.transport.has_rdma && config.tls.is_none();
-    let host = config.host.as_deref();
-    transfer_kind::offers((config.transport.choice, has_rdma), &can, host)
+    let TransportConfig { choice, has_rdma, .. } = config.transport;
+    let nccl_between_hosts = choice.offers_nccl_between_hosts(has_rdma, config.tls.is_some());
+    transfer_kind::offers(choice, nccl_between_hosts, &can, config.host.as_deref())
 }
 
 /// Name of the integrity method: xxh3-64 over the bytes of a chunk for `tcp`, the digest of its

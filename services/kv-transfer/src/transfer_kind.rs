@@ -60,11 +60,23 @@ pub enum TransportChoice {
 /// the forward passes of both nodes.
 const LOCAL: [TransferKind; 2] = [TransferKind::Ipc, TransferKind::Nccl];
 
+impl TransportChoice {
+    /// Returns whether a node that supports `nccl` offers it to nodes on other hosts. `auto` does so
+    /// on a host with RDMA adapters, because over sockets `tcp` is faster, and without certificates,
+    /// because NCCL does not encrypt.
+    pub fn offers_nccl_between_hosts(self, has_rdma: bool, has_certificates: bool) -> bool {
+        match self {
+            Self::Auto => has_rdma && !has_certificates,
+            Self::Only(only) => only == TransferKind::Nccl,
+        }
+    }
+}
+
 /// Returns the entries for `HELLO`, best first. `can` lists the supported transports other than
-/// `tcp`. `nccl` is offered to other hosts if the choice is `nccl`, or `auto` and `has_rdma`: this
-/// host has RDMA adapters, and the cluster has no certificates.
+/// `tcp`.
 pub(crate) fn offers(
-    (choice, has_rdma): (TransportChoice, bool),
+    choice: TransportChoice,
+    nccl_between_hosts: bool,
     can: &[TransferKind],
     host: Option<&str>,
 ) -> Vec<String> {
@@ -76,12 +88,8 @@ pub(crate) fn offers(
         let offered = LOCAL.into_iter().filter(|kind| can.contains(kind));
         offered.filter(wanted).map(move |kind| kind.offer_within(host))
     };
-    let leaves_host = match choice {
-        TransportChoice::Auto => has_rdma,
-        TransportChoice::Only(only) => only == TransferKind::Nccl,
-    };
     let between_hosts =
-        (leaves_host && can.contains(&TransferKind::Nccl)).then_some(TransferKind::Nccl);
+        (nccl_between_hosts && can.contains(&TransferKind::Nccl)).then_some(TransferKind::Nccl);
     let anywhere = between_hosts.into_iter().chain([TransferKind::Tcp]);
     let anywhere = anywhere.map(|kind| kind.name().to_owned());
     host.into_iter().flat_map(local).chain(anywhere).collect()
@@ -94,26 +102,23 @@ mod tests {
     #[test]
     fn offers_follow_the_setting_and_the_supported_transports() {
         let (tcp, ipc, nccl) = (TransferKind::Tcp, TransferKind::Ipc, TransferKind::Nccl);
-        let offered = |choice, can: &[TransferKind], host| {
-            let auto_only = |has_rdma| offers((choice, has_rdma), can, host).join(" ");
-            match choice {
-                TransportChoice::Auto => auto_only(false),
-                // Adapters change nothing where a transport is set.
-                TransportChoice::Only(_) => {
-                    assert_eq!(auto_only(false), auto_only(true));
-                    auto_only(true)
-                }
-            }
+        let offered_with = |choice: TransportChoice, has_rdma, can: &[TransferKind], host| {
+            offers(choice, choice.offers_nccl_between_hosts(has_rdma, false), can, host).join(" ")
         };
+        let offered = |choice, can: &[TransferKind], host| offered_with(choice, false, can, host);
         let here = Some("here");
         assert_eq!(offered(TransportChoice::Auto, &[nccl, ipc], here), "ipc@here nccl@here tcp");
         assert_eq!(offered(TransportChoice::Auto, &[], here), "tcp");
         assert_eq!(offered(TransportChoice::Auto, &[ipc], None), "tcp", "no host to compare");
-        let with_rdma =
-            |can: &[TransferKind], host| offers((TransportChoice::Auto, true), can, host).join(" ");
+        let auto = TransportChoice::Auto;
+        let with_rdma = |can: &[TransferKind], host| offered_with(auto, true, can, host);
         assert_eq!(with_rdma(&[nccl, ipc], here), "ipc@here nccl@here nccl tcp");
         assert_eq!(with_rdma(&[nccl, ipc], None), "nccl tcp");
         assert_eq!(with_rdma(&[ipc], here), "ipc@here tcp");
+        assert!(!auto.offers_nccl_between_hosts(true, true), "NCCL does not encrypt");
+        // Adapters change nothing where a transport is set.
+        let set = TransportChoice::Only(ipc);
+        assert_eq!(offered_with(set, true, &[ipc, nccl], here), "ipc@here tcp");
         assert_eq!(offered(TransportChoice::Only(tcp), &[ipc, nccl], here), "tcp");
         assert_eq!(offered(TransportChoice::Only(ipc), &[ipc, nccl], here), "ipc@here tcp");
         assert_eq!(offered(TransportChoice::Only(nccl), &[ipc, nccl], here), "nccl@here nccl tcp");

@@ -381,11 +381,9 @@ fn is_due(last: &mut Instant, now: Instant) -> bool {
 /// transport `nccl`, or `auto` on a host with RDMA adapters, the memory of the nccl links of the
 /// pairs that connect in advance.
 fn reserve(config: &Config, has_rdma: bool) -> u64 {
-    let may_use_nccl = match config.transfer.transport {
-        Transport::Nccl => true,
-        Transport::Auto => has_rdma && config.cluster.tls_cert.is_none(),
-        Transport::Tcp | Transport::Ipc => false,
-    };
+    let choice = settings::transport_choice(config.transfer.transport);
+    let may_use_nccl =
+        choice.offers_nccl_between_hosts(has_rdma, config.cluster.tls_cert.is_some());
     let pairs = if may_use_nccl { PRECONNECTED_PAIRS_MAX as u64 } else { 0 };
     config.node.gpu_reserve.bytes() + pairs * nccl_link_bytes(config.transfer.nccl_max_ctas)
 }

@@ -413,6 +413,15 @@ pub(crate) fn transfer_limits(chunk_bytes: u64, transfers_max: u32) -> TransferL
     }
 }
 
+pub(crate) fn transport_choice(transport: config::Transport) -> TransportChoice {
+    match transport {
+        config::Transport::Auto => TransportChoice::Auto,
+        config::Transport::Tcp => TransportChoice::Only(TransferKind::Tcp),
+        config::Transport::Ipc => TransportChoice::Only(TransferKind::Ipc),
+        config::Transport::Nccl => TransportChoice::Only(TransferKind::Nccl),
+    }
+}
+
 /// Returns the configuration of this node's transfers.
 pub(crate) fn transfer_config(
     config: &Config,
@@ -422,14 +431,8 @@ pub(crate) fn transfer_config(
     limits: TransferLimits,
 ) -> Result<TransferConfig, SettingsError> {
     let transfer = &config.transfer;
-    let choice = match transfer.transport {
-        config::Transport::Auto => TransportChoice::Auto,
-        config::Transport::Tcp => TransportChoice::Only(TransferKind::Tcp),
-        config::Transport::Ipc => TransportChoice::Only(TransferKind::Ipc),
-        config::Transport::Nccl => TransportChoice::Only(TransferKind::Nccl),
-    };
     let transport = TransportConfig {
-        choice,
+        choice: transport_choice(transfer.transport),
         verify: transfer.verify,
         nccl_max_ctas: Some(transfer.nccl_max_ctas),
         tcp_connections: transfer.tcp_connections,
