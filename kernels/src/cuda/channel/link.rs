@@ -234,14 +234,14 @@ impl NcclLink {
         let mark = self.exchange_slots(peer, (out, back), limit)?;
         // Fails only when the watchdog has aborted the link.
         let _ = launched.send(());
-        await_mark(&mark, limit)?;
+        await_mark(&mark, limit, "the peer did not connect in time")?;
         let (begin, slot) = (Instant::now(), part(0, SLOT_BYTES));
         let probe = match self.own.end {
             ChannelEnd::Sender => (slot, None),
             ChannelEnd::Receiver => (None, slot),
         };
         let mark = self.exchange_slots(peer, probe, limit)?;
-        await_mark(&mark, limit)?;
+        await_mark(&mark, limit, "the peer connected, but the probe transfer did not end in time")?;
         let rate = (SLOT_BYTES as f64 / begin.elapsed().as_secs_f64()) as u64;
         self.probed_rate = self.probed_rate.max(rate);
         Ok(())
@@ -390,11 +390,11 @@ impl NcclLink {
     }
 }
 
-/// Waits for the end of an exchange with the peer.
-fn await_mark(mark: &StreamMark, limit: WaitLimit<'_>) -> Result<(), String> {
+/// Waits for the end of an exchange with the peer; fails with `late` at the deadline.
+fn await_mark(mark: &StreamMark, limit: WaitLimit<'_>, late: &str) -> Result<(), String> {
     while !mark.is_reached() {
         if Instant::now() >= limit.deadline || (limit.cancelled)() {
-            return Err("the peer did not connect in time".to_owned());
+            return Err(late.to_owned());
         }
         thread::sleep(Duration::from_micros(100));
     }
