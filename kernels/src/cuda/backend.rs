@@ -8,13 +8,13 @@
 mod all_reduce;
 mod quantize;
 
-use quantize::{QUANTIZED_ROWS_MIN, QuantizedRows};
 use std::{
     cell::Cell,
     path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
+use self::quantize::{QUANTIZED_ROWS_MIN, QuantizedRows};
 use super::{
     attention::{Attention, AttentionAddresses, AttentionKind},
     buffer::{CudaBuffer, CudaMatrix, CudaVector, row_stride},
