@@ -99,6 +99,7 @@ fn main() -> ExitCode {
             gpu::offload::offload_bandwidth_is_reported,
             gpu::executor::request_mixes_match_cpu_tokens_with_one_and_two_steps_in_flight,
             gpu::executor::rules_and_prompt_logprobs_match_cpu_with_steps_in_flight,
+            gpu::executor::released_blocks_are_poisoned_and_never_read,
             gpu::executor::pooled_values_match_cpu_among_other_rows,
             gpu::executor::wait_for_token_bitmasks_is_no_busy_time,
             gpu::executor::step_synchronises_with_the_gpu_once,

@@ -410,9 +410,7 @@ pub trait Backend: Send + 'static {
     /// Computes `out[rows][w.out] = x[rows][w.in] · wᵀ`. `out` may be wide.
     fn matmul(&mut self, rows: usize, x: &Self::Buffer, w: &Self::Matrix, out: &mut Self::Buffer);
     /// Computes `x[row] += bias`.
-    fn add_bias(&mut self, _rows: usize, _bias: &Self::Vector, _x: &mut Self::Buffer) {
-        unreachable!("a backend that admits models with biases of outputs implements add_bias");
-    }
+    fn add_bias(&mut self, rows: usize, bias: &Self::Vector, x: &mut Self::Buffer);
     /// Returns whether a row of the step has an adapter.
     fn has_adapters(&self, _step: &Self::Step) -> bool {
         false
@@ -498,17 +496,17 @@ pub trait Backend: Send + 'static {
         self.store_kv(layer, shape, weights, qkv, step);
     }
 
-    /// Computes `residual += x · wᵀ`, then `out = rms_norm(residual)`. `delta` is the intermediate
-    /// buffer. Only GEMMs may read `out`. `rows` is the number of all rows or of the sampled rows
-    /// of the step.
+    /// Computes `residual += x · wᵀ + bias`, then `out = rms_norm(residual)`. `delta` is the
+    /// intermediate buffer. Only GEMMs may read `out`. `rows` is the number of all rows or of the
+    /// sampled rows of the step.
     ///
     /// With tensor parallelism, a rank's GEMM gives a partial sum. [`Self::all_reduce`] sums it
     /// over the ranks before it is added to the residual stream, so the residual stream is equal on
-    /// all ranks.
+    /// all ranks. Each rank has the whole bias.
     fn project_onto_residual(
         &mut self,
         rows: usize,
-        (x, w): (&Self::Buffer, &Self::Matrix),
+        (x, w, bias): (&Self::Buffer, &Self::Matrix, Option<&Self::Vector>),
         delta: &mut Self::Buffer,
         residual: &mut Self::Buffer,
         (norm, eps): (&Self::Vector, f32),
@@ -516,6 +514,9 @@ pub trait Backend: Send + 'static {
     ) {
         self.matmul(rows, x, w, delta);
         self.all_reduce(rows, delta);
+        if let Some(bias) = bias {
+            self.add_bias(rows, bias, delta);
+        }
         self.add_rms_norm(rows, residual, delta, norm, eps, out);
     }
 

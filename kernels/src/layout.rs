@@ -7,6 +7,7 @@ mod groups;
 
 use std::fmt;
 
+pub(crate) use groups::GROUPS_MAX;
 pub use groups::{KvGroups, NO_BLOCK};
 use serde::{Deserialize, Serialize};
 

@@ -16,6 +16,11 @@ const WARP_ROWS: usize = 16;
 const CHUNK_NUMBER_BYTES: usize = CHUNK * CHUNK / 2;
 const CHUNK_BYTES: usize = CHUNK_NUMBER_BYTES + CHUNK * CHUNK / GROUP;
 
+/// Returns the bytes of numbers with their scales.
+pub fn bytes(numbers: u64) -> u64 {
+    numbers / 2 + numbers / GROUP as u64
+}
+
 /// Returns the bytes of 64 packed rows.
 pub(crate) fn tile_bytes(cols: usize) -> usize {
     cols.div_ceil(CHUNK) * CHUNK_BYTES

@@ -5,7 +5,7 @@ use std::{num::NonZeroUsize, sync::Arc};
 
 use half::bf16;
 use kernels::{
-    Backend, BlockId, Dtype, KvArena, KvLayout,
+    Backend, BlockId, Dtype, KvArena, KvGroups, KvLayout,
     backend::{HeadShape, HeadWeights, LayerAttention, NormSpan},
     cpu::{CpuStep, StepSequence},
     cuda::{
@@ -228,7 +228,9 @@ fn check_drafts(
         vocabulary: 96,
         depth: 2,
     };
-    let mut batch = DeviceBatch::new(&cuda, kv, limits).unwrap();
+    // One group, so that blocks behind the window are replaced by zeros.
+    let groups = KvGroups::of_windows(&vec![case.window; layout.layer_count]);
+    let mut batch = DeviceBatch::new(&cuda, kv, groups, limits).unwrap();
     fill(&remote);
     let mut prepared = step(&mut batch, &cuda, parts, verified);
     let every: Vec<usize> = (0..rows).collect();
@@ -448,7 +450,7 @@ pub(crate) fn oversized_step_is_rejected_before_any_launch() {
         vocabulary: 96,
         depth: 1,
     };
-    let mut batch = DeviceBatch::new(&cuda, kv, limits).unwrap();
+    let mut batch = DeviceBatch::new(&cuda, kv, KvGroups::whole(1), limits).unwrap();
     let rows = |slot, position, rows| StepRows { slot, position, rows, samples: 1 };
     for (sequences, word) in [
         (vec![rows(2, 0, 1)], "slot"),

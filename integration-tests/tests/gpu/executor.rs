@@ -27,7 +27,7 @@ use model::Checkpoint;
 
 use super::{
     bench::{Gpu, cpu, gpu, short},
-    model::checkpoint,
+    model::{checkpoint, checkpoint_with},
 };
 
 pub(crate) fn config(
@@ -52,7 +52,8 @@ pub(crate) fn config(
 pub(crate) fn step_loop<E: Executor>(config: SchedulerConfig, executor: E) -> StepLoop<E> {
     let seeds = CacheSeeds { model_fingerprint: 0x5eed, weight_version: 1 };
     let config = SchedulerConfig { limits: executor.limits(), ..config };
-    StepLoop::new(Scheduler::new(config, seeds).unwrap(), executor)
+    let scheduler = Scheduler::new(config, seeds).unwrap();
+    StepLoop::new(scheduler.with_kv_groups(executor.kv_groups()), executor)
 }
 
 pub(crate) fn on_gpu(
@@ -64,7 +65,7 @@ pub(crate) fn on_gpu(
 ) -> (StepLoop<CudaExecutor>, Arc<KvArena>) {
     let backend = CudaBackend::new(&gpu.context, gpu.library.clone(), options).unwrap();
     let model = CudaModel::load(checkpoint, backend, &config.limits, &mut |_| ()).unwrap();
-    let layout = checkpoint.config().kv_layout(options.weights.kv_dtype());
+    let layout = checkpoint.config().block_layout(options.weights.kv_dtype());
     let (kv, arena) = gpu.kv(layout, config.limits.blocks);
     let mut executor = CudaExecutor::start(model, kv, &arena, config.limits).unwrap();
     prepare(&mut executor);
@@ -72,7 +73,7 @@ pub(crate) fn on_gpu(
 }
 
 pub(crate) fn on_cpu(checkpoint: &Checkpoint, config: SchedulerConfig) -> StepLoop<CpuExecutor> {
-    let layout = checkpoint.config().kv_layout(WeightFormat::F32.kv_dtype());
+    let layout = checkpoint.config().block_layout(WeightFormat::F32.kv_dtype());
     let arena = KvArena::host(layout, config.limits.blocks).unwrap();
     let backend = cpu(WeightFormat::F32);
     step_loop(
@@ -132,9 +133,20 @@ pub(crate) fn run<E: Executor>(
 
 pub(crate) fn run_arriving<E: Executor>(
     engine: &mut StepLoop<E>,
+    arriving: Vec<NewSequence>,
+    at_a_time: usize,
+    aborts: &HashMap<SequenceId, usize>,
+) -> HashMap<SequenceId, Outcome> {
+    run_with(engine, arriving, at_a_time, aborts, |_| ())
+}
+
+/// Calls `after_turn` after every turn of the engine.
+fn run_with<E: Executor>(
+    engine: &mut StepLoop<E>,
     mut arriving: Vec<NewSequence>,
     at_a_time: usize,
     aborts: &HashMap<SequenceId, usize>,
+    mut after_turn: impl FnMut(&StepLoop<E>),
 ) -> HashMap<SequenceId, Outcome> {
     let mut outcomes: HashMap<_, Outcome> = HashMap::new();
     let mut actions = Vec::new();
@@ -146,6 +158,7 @@ pub(crate) fn run_arriving<E: Executor>(
             engine.handle(Input::Arrived(new), &mut actions);
         }
         let turn = engine.turn(Duration::from_secs(20), &mut actions).unwrap();
+        after_turn(engine);
         let mut aborted = Vec::new();
         for action in actions.drain(..) {
             match action {
@@ -330,6 +343,42 @@ pub(crate) fn rules_and_prompt_logprobs_match_cpu_with_steps_in_flight() {
                     let difference = found.rank.unwrap().abs_diff(wanted.rank.unwrap());
                     assert!(difference <= 1, "{what}: {found:?} {wanted:?}");
                 }
+            }
+        }
+    }
+}
+
+/// Blocks without an owner, among them those behind windows, are filled with NaN after every turn
+/// of the engine. No token changes.
+pub(crate) fn released_blocks_are_poisoned_and_never_read() {
+    let gpu = gpu();
+    let speculation =
+        Speculation { row_drafts: 4, step_tokens: 32, ngram_min: 1, ngram_max: 3, uniform: true };
+    for (architecture, name) in [("Qwen2ForCausalLM", "qwen2"), ("GptOssForCausalLM", "gpt_oss")] {
+        let checkpoint = checkpoint_with(architecture, name, 64);
+        let groups = checkpoint.config().kv_groups();
+        assert_eq!(groups.count(), 3);
+        for speculation in [None, Some(speculation)] {
+            let mut config = config(&checkpoint, 8, 200 * groups.count() as u32, 2);
+            config.limits.speculation = speculation;
+            config.measures_drafts = false;
+            // The cache would keep blocks behind windows.
+            config.prefix_cache = false;
+            let options = CudaOptions::new(WeightFormat::Bf16);
+            let start = || on_gpu(&gpu, &checkpoint, options, config, |_| ());
+            let ((mut engine, _), (mut poisoned, arena)) = (start(), start());
+            let nan = vec![0xff; arena.block_bytes()];
+            for round in 0..if short() { 1 } else { 4 } {
+                let wanted = run(&mut engine, mix(round, 14), &HashMap::new());
+                // Two at a time, so that steps mix decoding rows and prompts.
+                let found = run_with(&mut poisoned, mix(round, 14), 2, &HashMap::new(), |engine| {
+                    for block in engine.scheduler().free_blocks() {
+                        let mut block = arena.write(block).expect("no step uses a free block");
+                        block.copy_from_host(&nan).unwrap();
+                    }
+                });
+                assert_eq!(found, wanted, "{architecture}, {speculation:?}, round {round}");
+                assert!(found.values().all(|outcome| !outcome.is_failed));
             }
         }
     }

@@ -164,7 +164,7 @@ fn match_cpu(width: usize, ffn: usize) {
         backend.put(residual, before);
         backend.project_gated(rows, (x, gate_up), both, activated);
         let activations = backend.get(activated, rows);
-        let product = (&*activated, down);
+        let product = (&*activated, down, None);
         backend.project_onto_residual(rows, product, delta, residual, (norm, 1e-5), normed);
         [activations, backend.get(residual, rows)]
     }

@@ -81,7 +81,7 @@ pub(crate) fn weight_rows_of_any_matrix_size_load_correctly() {
 pub(crate) fn kv_cache_fits_the_memory_share() {
     let gpu = gpu();
     let checkpoint = checkpoint("LlamaForCausalLM", "llama");
-    let layout = checkpoint.config().kv_layout(Dtype::Bf16);
+    let layout = checkpoint.config().block_layout(Dtype::Bf16);
     let limits = |blocks| ExecutorLimits {
         slots: 8,
         step_tokens: 256,
@@ -112,7 +112,7 @@ pub(crate) fn kv_cache_fits_the_memory_share() {
         panic!("{error}")
     };
     assert_eq!((left, tokens), (0, 512));
-    assert!(free > 0 && wanted == 33 * layout.block_bytes() as u64, "{free} {wanted}");
+    assert!(free > 0 && wanted == 34 * layout.block_bytes() as u64, "{free} {wanted}");
 
     let kv = DeviceKv::new(&gpu.context, layout, blocks).unwrap();
     let arena = KvArena::remote(kv.clone()).unwrap();

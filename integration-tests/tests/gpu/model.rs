@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use kernels::{
-    BlockId, Dtype, KvArena, WeightFormat,
+    BlockId, Dtype, KvArena, KvGroups, WeightFormat,
     cpu::{CpuStep, StepSequence},
     cuda::{
         Admission, AttentionKind, BatchLimits, CudaOptions, DeviceBatch, DeviceClock, Graph,
@@ -23,7 +23,7 @@ pub(crate) fn checkpoint(architecture: &str, model_type: &str) -> Checkpoint {
 
 pub(crate) fn checkpoint_with(architecture: &str, model_type: &str, head_dim: usize) -> Checkpoint {
     let folder = tempfile::tempdir().unwrap();
-    let config = serde_json::json!({
+    let mut config = serde_json::json!({
         "architectures": [architecture], "model_type": model_type,
         "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3,
         "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": head_dim,
@@ -36,6 +36,25 @@ pub(crate) fn checkpoint_with(architecture: &str, model_type: &str, head_dim: us
         "routed_scaling_factor": 1.5, "use_qk_norm": true, "moe_num_experts": 24, "moe_k": 4,
         "scoring_func": "sigmoid", "rotary_dim": head_dim / 2
     });
+    // Layers 0 and 2 have a window, so there are three KV groups.
+    let windows = serde_json::json!({
+        "use_sliding_window": true, "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]
+    });
+    let scaling = serde_json::json!({
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64,
+            "beta_fast": 32.0, "beta_slow": 1.0
+        },
+        "quantization_config": {"quant_method": "mxfp4"}
+    });
+    let more = match model_type {
+        "qwen2" => vec![windows],
+        "gpt_oss" => vec![windows, scaling],
+        _ => Vec::new(),
+    };
+    let fields = config.as_object_mut().expect("an object");
+    more.into_iter().for_each(|more| fields.extend(more.as_object().unwrap().clone()));
     let path = folder.path().join("config.json");
     std::fs::write(&path, config.to_string()).unwrap();
     Checkpoint::open(&path, LoadFormat::Dummy { seed: 11 }).unwrap()
@@ -48,8 +67,10 @@ fn prompts() -> [Vec<u32>; 3] {
     [1, 40, 131].map(|length| (0..length).map(|i| (i * 37 + length * 5) % 1003).collect())
 }
 
-fn table(sequence: usize) -> Vec<BlockId> {
-    (0..16).map(|i| BlockId(sequence as u32 * 16 + (i * 5) % 16)).collect()
+/// Returns the block table of a sequence of 256 tokens.
+fn table(sequence: usize, groups: &KvGroups) -> Vec<BlockId> {
+    let count = groups.entries(256) as u32;
+    (0..count).map(|i| BlockId(sequence as u32 * count + (i * 5) % count)).collect()
 }
 
 /// Returns tokens and logits of every step, computed by the CPU.
@@ -57,11 +78,12 @@ pub(crate) fn by_cpu(checkpoint: &Checkpoint, weights: WeightFormat) -> Vec<(Vec
     let mut cpu = cpu(weights);
     let limits = Limits { rows_max: ROWS, sampled_max: 4, adapter_slots: 0 };
     let mut llama = Transformer::load(checkpoint, &cpu, limits, &mut |_| ()).unwrap();
-    let layout = checkpoint.config().kv_layout(weights.kv_dtype());
-    let arena: Arc<KvArena> = KvArena::host(layout, 48).unwrap();
+    let (layout, groups) =
+        (checkpoint.config().block_layout(weights.kv_dtype()), checkpoint.config().kv_groups());
+    let arena: Arc<KvArena> = KvArena::host(layout, 48 * groups.count() as u32).unwrap();
     let mut known = prompts();
     let mut computed = [0; 3];
-    let tables = [0, 1, 2].map(table);
+    let tables = [0, 1, 2].map(|sequence| table(sequence, &groups));
     (0..STEPS)
         .map(|_| {
             let sequences: Vec<_> = (0..3)
@@ -73,7 +95,8 @@ pub(crate) fn by_cpu(checkpoint: &Checkpoint, weights: WeightFormat) -> Vec<(Vec
                     adapter: None,
                 })
                 .collect();
-            let mut step = CpuStep::new(&arena, &sequences).unwrap();
+            let heads = 0..layout.kv_head_count;
+            let mut step = CpuStep::of_heads(&arena, heads, &groups, &sequences).unwrap();
             let logits = llama.forward(&mut cpu, &mut step);
             let logits = cpu.get(logits, 3);
             let tokens: Vec<u32> = logits
@@ -106,7 +129,9 @@ pub(crate) fn by_gpu(
         Transformer::load(checkpoint, backend, limits, &mut |_| ()).unwrap()
     });
     let mut graph = None;
-    let (kv, _) = gpu.kv(checkpoint.config().kv_layout(weights.kv_dtype()), 48);
+    let groups = checkpoint.config().kv_groups();
+    let layout = checkpoint.config().block_layout(weights.kv_dtype());
+    let (kv, _) = gpu.kv(layout, 48 * groups.count() as u32);
     let limits = BatchLimits {
         hidden: 0,
         slots: 4,
@@ -117,9 +142,10 @@ pub(crate) fn by_gpu(
         vocabulary: 1003,
         depth: depth as u32,
     };
-    let mut batch = DeviceBatch::new(&cuda, kv, limits).unwrap();
+    let mut batch = DeviceBatch::new(&cuda, kv, groups.clone(), limits).unwrap();
     let mut clock = DeviceClock::start(cuda.context(), cuda.compute()).unwrap();
-    let (prompts, tables, sampling) = (prompts(), [0, 1, 2].map(table), Sampling::greedy());
+    let tables = [0, 1, 2].map(|sequence| table(sequence, &groups));
+    let (prompts, sampling) = (prompts(), Sampling::greedy());
     let slots = [3, 0, 2];
     let admissions: Vec<_> = (0..3)
         .map(|i| Admission {
@@ -254,6 +280,7 @@ pub(crate) fn fused_kernels_and_graph_replay_match_cpu_logits_in_bf16() {
         ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", 128),
         ("Glm4MoeForCausalLM", "glm4_moe", 128),
         ("MiniMaxM2ForCausalLM", "minimax_m2", 64),
+        ("GptOssForCausalLM", "gpt_oss", 64),
     ] {
         let checkpoint = checkpoint_with(architecture, model_type, head_dim);
         let has_experts = checkpoint.config().experts().is_some();

@@ -66,7 +66,7 @@ fn logits(
     let (mut cuda, mut llama) = gpu.backend_with(options, |backend| {
         Transformer::load(checkpoint, backend, limits, &mut |_| ()).unwrap()
     });
-    let layout = checkpoint.config().kv_layout(options.weights.kv_dtype());
+    let layout = checkpoint.config().block_layout(options.weights.kv_dtype());
     let (kv, _) = gpu.kv(layout, PROMPTS as u32 * BLOCKS);
     let limits = BatchLimits {
         hidden: 0,
@@ -78,7 +78,7 @@ fn logits(
         vocabulary: vocabulary as u32,
         depth: 1,
     };
-    let mut batch = DeviceBatch::new(&cuda, kv, limits).unwrap();
+    let mut batch = DeviceBatch::new(&cuda, kv, checkpoint.config().kv_groups(), limits).unwrap();
     let mut clock = DeviceClock::start(cuda.context(), cuda.compute()).unwrap();
     let table = |index: u32| -> Vec<BlockId> {
         (0..BLOCKS).map(|i| BlockId(index * BLOCKS + (i * 5) % BLOCKS)).collect()

@@ -6,7 +6,7 @@ use std::{
 };
 
 use kernels::{
-    Backend, BlockId, Dtype, KvLayout, WeightFormat,
+    Backend, BlockId, Dtype, KvGroups, KvLayout, WeightFormat,
     cpu::{SampleError, SampleRow, sample},
     cuda::{
         Admission, BatchLimits, Context, CudaBackend, CudaBuffer, CudaError, CudaGroup,
@@ -80,7 +80,7 @@ fn sampler(
         depth: 1,
     };
     let kv = DeviceKv::new(context, layout, 16).unwrap();
-    let batch = DeviceBatch::new(&cuda, kv, limits).unwrap();
+    let batch = DeviceBatch::new(&cuda, kv, KvGroups::whole(1), limits).unwrap();
     Sampler { cuda, logits, batch }
 }
 

@@ -18,7 +18,7 @@ use engine::{
     plan::{AdmittedRow, RowPlan, Slot, StepPlan},
 };
 use kernels::{
-    Backend, BlockId, Dtype, KvLayout, WeightFormat,
+    Backend, BlockId, Dtype, KvGroups, KvLayout, WeightFormat,
     cuda::{
         Admission, AttentionKind, BatchLimits, CudaBackend, CudaBuffer, CudaOptions, DeviceBatch,
         DeviceClock, Drafts, SampleOutcome, StepInput, StepRows, TuningSettings,
@@ -74,7 +74,7 @@ impl Device {
             vocabulary: VOCABULARY,
             depth: 1,
         };
-        let batch = DeviceBatch::new(&cuda, kv, limits).unwrap();
+        let batch = DeviceBatch::new(&cuda, kv, KvGroups::whole(1), limits).unwrap();
         let clock = DeviceClock::start(cuda.context(), cuda.compute()).unwrap();
         Self { cuda, logits, batch, clock }
     }
@@ -304,7 +304,7 @@ fn timed_executor(gpu: &Gpu, checkpoint: &Checkpoint, drafts: bool) -> CudaExecu
     let mut model = CudaModel::load(checkpoint, backend, &limits, &mut |_| ()).unwrap();
     let tuning = TuningSettings { folder: None, within: Duration::from_secs(20) };
     model.tune(&limits, &tuning).unwrap();
-    let layout = checkpoint.config().kv_layout(options.weights.kv_dtype());
+    let layout = checkpoint.config().block_layout(options.weights.kv_dtype());
     let (kv, arena) = gpu.kv(layout, limits.blocks);
     CudaExecutor::start(model, kv, &arena, limits).unwrap()
 }

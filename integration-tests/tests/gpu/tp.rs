@@ -129,7 +129,7 @@ pub(crate) fn limits(checkpoint: &Checkpoint) -> ExecutorLimits {
 }
 
 fn layout(checkpoint: &Checkpoint, part: RankTask) -> KvLayout {
-    checkpoint.config().kv_layout(part.options().weights.kv_dtype())
+    checkpoint.config().block_layout(part.options().weights.kv_dtype())
 }
 
 pub(crate) const RANK_HELPER: &str = "tp-rank";
@@ -265,7 +265,8 @@ pub(crate) fn gpus(ranks: u32) -> Gpu {
 pub(crate) fn step_loop<E: Executor>(executor: E) -> StepLoop<E> {
     let seeds = CacheSeeds { model_fingerprint: 0x5eed, weight_version: 1 };
     let config = SchedulerConfig { waiting_max: 1000, ..SchedulerConfig::new(executor.limits()) };
-    StepLoop::new(Scheduler::new(config, seeds).unwrap(), executor)
+    let scheduler = Scheduler::new(config, seeds).unwrap();
+    StepLoop::new(scheduler.with_kv_groups(executor.kv_groups()), executor)
 }
 
 /// Returns greedy requests with log-probabilities, which show the margins, and sampled ones, which

@@ -52,7 +52,14 @@ struct Extras<OWN, BATON_SKINNY_QKV, ROWS> {
   }
 };
 
-// RESIDUAL with narrow tiles: the old residual, and the weights of the next norm.
+// Returns two elements of the old residual, plus the bias.
+__device__ __forceinline__ float2 residual_at(const baton_skinny_gemm_args& p, int m, int r) {
+  float2 old = *reinterpret_cast<const float2*>(p.residual + static_cast<int64_t>(m) * p.n + r);
+  if (p.bias) old.x += p.bias[r], old.y += p.bias[r + 1];
+  return old;
+}
+
+// RESIDUAL with narrow tiles: the old residual with the bias, and the weights of the next norm.
 template <int OWN, int ROWS>
 struct Extras<OWN, BATON_SKINNY_RESIDUAL, ROWS> {
   static constexpr bool kAhead = OWN <= 32;
@@ -66,9 +73,7 @@ struct Extras<OWN, BATON_SKINNY_RESIDUAL, ROWS> {
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
           const int m = m0 + row * 8;
-          old[row][j] = m < p.rows && r < p.n
-                            ? *reinterpret_cast<const float2*>(p.residual + static_cast<int64_t>(m) * p.n + r)
-                            : make_float2(0.f, 0.f);
+          old[row][j] = m < p.rows && r < p.n ? residual_at(p, m, r) : make_float2(0.f, 0.f);
         }
       }
     }
@@ -157,7 +162,7 @@ __device__ __forceinline__ void finish_residual(const baton_skinny_gemm_args& p,
       if constexpr (extras.kAhead) {
         old[j] = extras.old[row][j0 + j];
       } else {
-        if (valid && r < p.n) old[j] = *reinterpret_cast<const float2*>(p.residual + base + r);
+        if (valid && r < p.n) old[j] = residual_at(p, m, r);
       }
     }
 #pragma unroll

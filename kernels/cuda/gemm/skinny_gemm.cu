@@ -148,7 +148,7 @@ __device__ __forceinline__ void finish_tile(const baton_skinny_gemm_args& p, int
           ((float*)p.out)[m * p.out_stride + r] = v;
         } else {
           const int64_t o = (int64_t)m * p.n + r;
-          v += p.residual[o];
+          v += p.residual[o] + (p.bias ? p.bias[r] : 0.f);
           p.residual[o] = v;
           square += v * v;
           if (p.mirror) ((bf16*)p.mirror)[o] = __float2bfloat16(p.next_norm ? v * p.next_norm[r] : v);

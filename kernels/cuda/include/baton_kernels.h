@@ -30,7 +30,7 @@
 #endif
 
 /* Increases with every incompatible change of this file. */
-#define BATON_ABI_VERSION 12
+#define BATON_ABI_VERSION 13
 
 /* Tokens per KV block. */
 #define BATON_BLOCK_TOKENS 16
@@ -38,6 +38,8 @@
 #define BATON_TOP_LOGPROBS_MAX 32
 /* Maximum samples per call, and maximum sequences per step. */
 #define BATON_SEQUENCES_MAX 4096
+/* Maximum KV groups: sets of layers with the same window, each with block table entries of its own. */
+#define BATON_KV_GROUPS_MAX 16
 
 typedef enum {
   BATON_OK = 0,
@@ -93,6 +95,10 @@ BATON_API int32_t baton_add_rms_norm(int32_t dtype, float *residual, const void 
                                      const float *weight, float eps, void *out, int32_t rows,
                                      int32_t width, void *stream);
 
+/* x[row] += bias: rows of x (T), bias [width]. */
+BATON_API int32_t baton_add_bias(int32_t dtype, void *x, const float *bias, int32_t rows, int32_t width,
+                                 void *stream);
+
 /* out[row][i] = silu(gate_up[row][i]) * gate_up[row][width + i]; gate_up is [rows][2 * width]. */
 BATON_API int32_t baton_silu_mul(int32_t dtype, const void *gate_up, void *out, int32_t rows,
                                  int32_t width, void *stream);
@@ -132,11 +138,11 @@ BATON_API int32_t baton_gather_rows(int32_t dtype, const void *x, const int32_t 
 
 /* ---- The KV arena -------------------------------------------------------------------------------------- */
 
-/* Contiguous blocks of `[layer][K, V][head][token 16][dim]` from `base` on. */
+/* Contiguous blocks of `[layer][K, V][head][token 16][dim]` from `base` on, with the layers of one KV group. */
 typedef struct {
   void *base;
   int64_t block_elements; /* layer_count * 2 * head_count * 16 * head_dim */
-  int32_t block_count;    /* the trash block included */
+  int32_t block_count;    /* trash block and zero block included */
   int32_t layer_count;
   int32_t head_count; /* KV heads */
   int32_t head_dim;   /* a multiple of 8, at most 256 */
@@ -179,7 +185,7 @@ BATON_API int32_t baton_rope_store_kv(const baton_kv *kv, const baton_rope_args 
 
 typedef enum {
   BATON_SKINNY_PLAIN = 0,    /* out bf16 [rows][n] = x W^T (+ bias) */
-  BATON_SKINNY_RESIDUAL = 1, /* residual f32 [rows][n] += x W^T; mirror for the next GEMM */
+  BATON_SKINNY_RESIDUAL = 1, /* residual f32 [rows][n] += x W^T (+ bias); mirror for the next GEMM */
   BATON_SKINNY_SILU = 2,     /* W holds n/2 gate rows, then n/2 up rows; out bf16 [rows][n/2] = silu(gate) * up */
   BATON_SKINNY_F32 = 3,      /* out f32 [rows][n] = x W^T: logits */
   BATON_SKINNY_QKV = 4       /* + bias, RoPE of queries and keys, store of keys and values into the arena */
@@ -198,7 +204,7 @@ typedef struct {
    * scaled by 1 / sqrt(sum of its squares / depth + eps). Then x is the residual times the norm's weight, as written
    * by RESIDUAL. */
   const float *squares;
-  const float *bias;  /* [n] or null; PLAIN and QKV */
+  const float *bias;  /* [n] or null; PLAIN, RESIDUAL and QKV */
   void *out;          /* RESIDUAL: unused */
   int64_t out_stride; /* QKV: stride of the query rows */
   float *residual;    /* RESIDUAL: [rows][n] contiguous */
@@ -278,12 +284,13 @@ typedef struct {
   int32_t drafts;   /* draft tokens behind `length` that the current step verifies */
 } baton_slot;
 
-/* Device arrays of the running batch, allocated once and zeroed. The first index is the slot. */
+/* Device arrays of the running batch, allocated once and zeroed. The first index is the slot. 144 bytes. */
 typedef struct {
   baton_slot *slots;         /* [slot_count] */
   baton_sampling *sampling;  /* [slot_count] */
   int32_t *tokens;           /* [slot_count][token_width]: the token pool */
-  int32_t *block_tables;     /* [slot_count][table_width]: block of tokens 16 i .. 16 i + 15 */
+  int32_t *block_tables;     /* [slot_count][table_width]: entry i * group_count + g is the block of tokens 16 i .. 16 i + 15
+                                in KV group g; entries behind the window of a group are not read */
   int32_t *stop_tokens;      /* [slot_count][stop_width] */
   int32_t *rules;            /* [slot_count][rule_width] */
   int32_t slot_count;
@@ -292,6 +299,9 @@ typedef struct {
   int32_t stop_width;
   int32_t trash_block; /* block that padding rows write to; in no table */
   int32_t rule_width;
+  int32_t zero_block;  /* block of zeros, in place of blocks behind a window */
+  int32_t group_count; /* KV groups */
+  int32_t windows[BATON_KV_GROUPS_MAX]; /* of each group: tokens that a token attends to, itself included; 0: all */
 } baton_pool;
 
 /* ---- A step's plan: one small upload -------------------------------------------------------------------- */
@@ -349,11 +359,11 @@ typedef struct {
 typedef struct {
   int32_t *row_tokens;       /* [rows_max] */
   int32_t *row_positions;    /* [rows_max] */
-  int32_t *row_destinations; /* [rows_max]: block * 16 + position % 16 */
+  int32_t *row_destinations; /* [groups][rows_max]: block * 16 + position % 16 */
   int32_t *row_sequences;    /* [rows_max] */
   int32_t *row_indptr;       /* [sequences_max + 1] */
   int32_t *page_indptr;      /* [sequences_max + 1] */
-  int32_t *page_indices;     /* [pages_max] */
+  int32_t *page_indices;     /* [groups][pages_max] */
   int32_t *last_page_tokens; /* [sequences_max]: 1 to 16 */
   int32_t *kv_lengths;       /* [sequences_max]: tokens, this step's included; padding: 0 */
   int32_t *sequence_slots;   /* [sequences_max]; -1 for padding */

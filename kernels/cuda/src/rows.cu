@@ -67,6 +67,20 @@ __global__ void norm_kernel(float* residual, const T* delta, const float* weight
   }
 }
 
+template <class T>
+__global__ void bias_kernel(T* x, const float* bias, int width) {
+  pdl_wait_and_release();
+  T* row = x + static_cast<int64_t>(blockIdx.x) * width;
+  for (int i = (blockIdx.y * blockDim.x + threadIdx.x) * 8; i < width; i += gridDim.y * blockDim.x * 8) {
+    float values[8], added[8];
+    load8(row + i, values);
+    load8(bias + i, added);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) values[j] += added[j];
+    store8(row + i, values);
+  }
+}
+
 // Returns x * sigmoid(x). Uses e^-|x|, which is at most 1 and cannot overflow.
 __device__ inline float silu(float x) {
   const float small = expf(-fabsf(x));
@@ -142,6 +156,7 @@ int32_t load_rows() {
     BATON_TRY(load(norm_kernel<T, 1, true>));
     BATON_TRY(load(norm_kernel<T, 2, true>));
     BATON_TRY(load(norm_kernel<T, 4, true>));
+    BATON_TRY(load(bias_kernel<T>));
     BATON_TRY(load(silu_mul_kernel<T>));
     return load(gather_kernel<T>);
   };
@@ -183,6 +198,19 @@ BATON_API int32_t baton_add_rms_norm(int32_t dtype, float* residual, const void*
   return guarded([&] {
     return with_dtype(dtype, [&](auto element) {
       return norm<decltype(element), true>(residual, delta, weight, eps, out, rows, width, as_stream(stream));
+    });
+  });
+}
+
+BATON_API int32_t baton_add_bias(int32_t dtype, void* x, const float* bias, int32_t rows, int32_t width,
+                                 void* stream) {
+  return guarded([&] {
+    BATON_TRY(check_rows(rows, width));
+    if (rows == 0) return static_cast<int32_t>(BATON_OK);
+    return with_dtype(dtype, [&](auto element) {
+      using T = decltype(element);
+      return launch("add bias", bias_kernel<T>, row_grid(rows, width), dim3(FLAT), 0, as_stream(stream),
+                    static_cast<T*>(x), bias, width);
     });
   });
 }

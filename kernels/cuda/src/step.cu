@@ -175,18 +175,21 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// blockIdx.y is the sequence. The CTAs of a sequence share its rows and pages. The last y processes rows of no
-// sequence.
+// blockIdx.y is the sequence, blockIdx.z the KV group. The CTAs of a sequence share its rows and pages. The last y
+// processes rows of no sequence.
 __global__ void expand_kernel(const baton_pool pool, const baton_step step, int rows, int sequences, int verified) {
   pdl_wait_and_release();
   const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
   const int trash = pool.trash_block * TOKENS;
-  const int sequence = blockIdx.y;
+  const int sequence = blockIdx.y, group = blockIdx.z, groups = gridDim.z;
+  int32_t* const destinations = step.row_destinations + static_cast<int64_t>(group) * step.rows_max;
+  int32_t* const page_indices = step.page_indices + static_cast<int64_t>(group) * step.pages_max;
   if (sequence == sequences) {
     for (int row = step.row_indptr[sequences] + thread; row < rows; row += threads) {
+      destinations[row] = trash + row % TOKENS;
+      if (group > 0) continue;
       step.row_tokens[row] = 0;
       step.row_positions[row] = 0;
-      step.row_destinations[row] = trash + row % TOKENS;
       step.row_sequences[row] = -1;
     }
     return;
@@ -198,18 +201,25 @@ __global__ void expand_kernel(const baton_pool pool, const baton_step step, int 
   // to the trash block. Padding sequences are at position 0.
   const int end = slot < 0 ? 1 : step.kv_lengths[sequence];
   const int first_position = slot < 0 ? 0 : verified == 0 ? end - row_count : pool.slots[slot].position;
-  const int32_t* table = pool.block_tables + static_cast<int64_t>(slot) * pool.table_width;
+  const int32_t* table = pool.block_tables + static_cast<int64_t>(slot) * pool.table_width + group;
   const int32_t* tokens = pool.tokens + static_cast<int64_t>(slot) * pool.token_width;
   for (int i = thread; i < row_count; i += threads) {
     const int position = min(first_position + i, end - 1);
     const bool has_place = slot >= 0 && first_position + i < end;
+    const int block = has_place ? table[position / TOKENS * groups] : pool.trash_block;
+    destinations[first_row + i] = block * TOKENS + position % TOKENS;
+    if (group > 0) continue;
     step.row_tokens[first_row + i] = slot < 0 ? 0 : tokens[verified == 0 ? position : first_position];
     step.row_positions[first_row + i] = position;
-    step.row_destinations[first_row + i] = (has_place ? table[position / TOKENS] * TOKENS : trash) + position % TOKENS;
     step.row_sequences[first_row + i] = sequence;
   }
+  // Attention kernels may load pages behind the window, with a weight of zero. The blocks there belong to other
+  // sequences, and zero times NaN is NaN.
+  const int window = pool.windows[group];
+  const int first_seen = window > 0 ? max(first_position + 1 - window, 0) / TOKENS : 0;
   for (int i = thread; i < pages; i += threads) {
-    step.page_indices[first_page + i] = slot < 0 ? pool.trash_block : table[i];
+    page_indices[first_page + i] =
+        slot < 0 ? pool.trash_block : i < first_seen ? pool.zero_block : table[i * groups];
   }
 }
 
@@ -250,6 +260,8 @@ BATON_API int32_t baton_step_prepare(const baton_pool* pool, const void* plan, c
     BATON_TRY(within("rows", rows, step->rows_max));
     BATON_TRY(within("sequences", sequences, step->sequences_max));
     BATON_TRY(within("samples", samples, step->samples_max));
+    BATON_REQUIRE(pool->group_count > 0 && pool->group_count <= BATON_KV_GROUPS_MAX,
+                  "pool.group_count is %d; expected 1 to %d", pool->group_count, BATON_KV_GROUPS_MAX);
     BATON_REQUIRE(rows >= sequences, "rows is %d; expected at least sequences, %d", rows, sequences);
     BATON_REQUIRE(tokens >= 0 && (tokens == 0 || (rows == sequences * tokens && samples == rows)),
                   "tokens is %d for %d rows, %d samples and %d sequences; expected 0, or as many rows and samples each",
@@ -259,8 +271,8 @@ BATON_API int32_t baton_step_prepare(const baton_pool* pool, const void* plan, c
     // Long sequences have hundreds of pages, prompts thousands of rows; decode steps need one CTA each.
     const int64_t each = (rows + sequences) / (sequences + 1) + step->pages_max / (step->sequences_max + 1);
     const int blocks = sequences >= 256 ? 1 : each > 2048 ? 8 : each > 256 ? 2 : 1;
-    return launch("step rows", expand_kernel, dim3(blocks, sequences + 1), dim3(256), 0, as_stream(stream), *pool,
-                  *step, rows, sequences, tokens);
+    return launch("step rows", expand_kernel, dim3(blocks, sequences + 1, pool->group_count), dim3(256), 0,
+                  as_stream(stream), *pool, *step, rows, sequences, tokens);
   });
 }
 

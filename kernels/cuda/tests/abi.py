@@ -25,7 +25,8 @@ Sampling = struct("Sampling", seed=U64, temperature=F32, top_p=F32, min_p=F32, r
                   prompt_logprobs=I32)
 Slot = struct("Slot", position=I32, length=I32, failed=I32, drafts=I32)
 Pool = struct("Pool", slots=P, sampling=P, tokens=P, block_tables=P, stop_tokens=P, rules=P, slot_count=I32, token_width=I32,
-              table_width=I32, stop_width=I32, trash_block=I32, rule_width=I32)
+              table_width=I32, stop_width=I32, trash_block=I32, rule_width=I32, zero_block=I32, group_count=I32,
+              windows=I32 * 16)
 PlanHeader = struct("PlanHeader", word_count=U32, sequence_count=U32, row_count=U32, sample_count=U32,
                     admission_count=U32, run_count=U32, sequences_at=U32, admissions_at=U32, runs_at=U32,
                     step_id=U32, reserved=U32 * 6)
@@ -84,6 +85,7 @@ ARGUMENTS = {
     "embed": [I32, P, I32, I32, P, P, I32, I32],
     "rms_norm": [I32, P, P, F32, P, I32, I32],
     "add_rms_norm": [I32, P, P, P, F32, P, I32, I32],
+    "add_bias": [I32, P, P, I32, I32],
     "silu_mul": [I32, P, P, I32, I32],
     "quantize": [P],
     "gather_rows": [I32, P, P, P, I32, I32],
@@ -148,11 +150,12 @@ def ints(values):
 class StepArrays:
     """Device arrays of a step, filled with poison values."""
 
-    def __init__(self, rows, sequences, pages, samples):
+    def __init__(self, rows, sequences, pages, samples, groups=1):
         sizes = dict.fromkeys(STEP_ARRAYS, 0)
         for name in STEP_ARRAYS:
-            sizes[name] = (8 if name == "counts" else samples if name.startswith("sample") else pages
-                           if name == "page_indices" else rows if name in STEP_ARRAYS[:4] else sequences + 1)
+            sizes[name] = (8 if name == "counts" else samples if name.startswith("sample") else groups * pages
+                           if name == "page_indices" else groups * rows if name == "row_destinations" else rows
+                           if name in STEP_ARRAYS[:4] else sequences + 1)
         self.tensors = {name: torch.full((max(size, 1),), -77, dtype=torch.int32, device="cuda")
                         for name, size in sizes.items()}
         self.struct = Step(**{name: tensor.data_ptr() for name, tensor in self.tensors.items()}, rows_max=rows,

@@ -66,7 +66,7 @@ def small(lib, batch):
                           positions.data_ptr(), destinations.data_ptr(), 1e-6, HEADS, layer, batch, DIM, 0) for layer in range(LAYERS)]
     times["rope_store_kv"] = microseconds(lambda i: lib.rope_store_kv(kv, arguments[i % LAYERS]))
 
-    host = Host(batch, 8200, batch * 40 + 1, 1)
+    host = Host(batch, 8200, batch * 40 + 2, 1)
     host.free *= 20
     arrays = StepArrays(batch, batch, batch * 520, batch)
     slots = list(range(batch))

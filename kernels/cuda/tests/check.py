@@ -176,8 +176,9 @@ RULE_WIDTH = 8
 class Host:
     """Host state for encoding plans, and the expected device state."""
 
-    def __init__(self, slots, token_width, blocks, stop_width=8):
-        self.slots, self.token_width, self.table_width = slots, token_width, (token_width + 15) // 16
+    def __init__(self, slots, token_width, blocks, stop_width=8, windows=(0,)):
+        self.slots, self.token_width, self.windows = slots, token_width, windows
+        self.table_width = (token_width + 15) // 16 * len(windows)
         self.memory = dict(
             slots=torch.zeros(slots * 4, dtype=torch.int32, device="cuda"),
             sampling=torch.zeros(slots * 16, dtype=torch.int32, device="cuda"),
@@ -186,8 +187,9 @@ class Host:
             stop_tokens=torch.zeros(slots, stop_width, dtype=torch.int32, device="cuda"),
             rules=torch.zeros(slots, RULE_WIDTH, dtype=torch.int32, device="cuda"))
         self.pool = Pool(*[tensor.data_ptr() for tensor in self.memory.values()], slots, token_width,
-                         self.table_width, stop_width, blocks - 1, RULE_WIDTH)
-        self.free = list(range(blocks - 1))
+                         self.table_width, stop_width, blocks - 2, RULE_WIDTH, blocks - 1, len(windows),
+                         (I32 * 16)(*windows))
+        self.free = list(range(blocks - 2))
         random.shuffle(self.free)
         self.live = {}  # slot: dict(tokens, position, table)
 
@@ -195,7 +197,7 @@ class Host:
         settings = dict(seed=0, temperature=0.0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0,
                         frequency_penalty=0.0, top_k=0, min_tokens=0, stop_count=0, logprobs=-1,
                         prompt_len=len(tokens)) | how
-        table = [self.free.pop() for _ in range((len(tokens) + 40) // 16)]
+        table = [self.free.pop() for _ in range((len(tokens) + 40) // 16 * len(self.windows))]
         self.live[slot] = dict(tokens=list(tokens), position=computed, table=table)
         runs = [(0, slot, 0, list(tokens)), (1, slot, 0, table)]
         return (PlanAdmission(slot, (I32 * 3)(), Slot(computed, len(tokens), 0, 0), Sampling(**settings)), runs)
@@ -227,21 +229,27 @@ class Host:
     def expected(self, sequences, rows, padded, samples):
         out = {name: [] for name in STEP_ARRAYS}
         out["row_indptr"], out["page_indptr"] = [0], [0]
+        groups = len(self.windows)
+        destinations, page_indices = [[] for _ in self.windows], [[] for _ in self.windows]
         trash = self.pool.trash_block
         for index in range(padded):
             slot, count, sampled = sequences[index] if index < len(sequences) else (-1, 1, 0)
-            state = self.live[slot] if slot >= 0 else dict(tokens=[0], position=0, table=[trash])
+            state = self.live[slot] if slot >= 0 else dict(tokens=[0], position=0, table=[trash] * groups)
             first = state["position"]
             state["position"] = length = first + count
             base = len(out["row_tokens"])
             for position in range(first, length):
                 out["row_tokens"].append(state["tokens"][position])
                 out["row_positions"].append(position)
-                out["row_destinations"].append(state["table"][position // 16] * 16 + position % 16)
+                for group in range(groups):
+                    block = state["table"][position // 16 * groups + group]
+                    destinations[group].append(block * 16 + position % 16)
                 out["row_sequences"].append(index)
-            pages = state["table"][: (length + 15) // 16]
-            out["page_indices"] += pages
-            out["page_indptr"].append(len(out["page_indices"]))
+            for group, window in enumerate(self.windows):
+                unseen = max(first + 1 - window, 0) // 16 if window else 0
+                pages = state["table"][group::groups][unseen : (length + 15) // 16]
+                page_indices[group] += [self.pool.zero_block] * unseen + pages
+            out["page_indptr"].append(len(page_indices[0]))
             out["row_indptr"].append(len(out["row_tokens"]))
             out["last_page_tokens"].append((length - 1) % 16 + 1)
             out["kv_lengths"].append(length if slot >= 0 else 0)
@@ -252,9 +260,10 @@ class Host:
                 out["sample_masks"].append(-1)
         padding = padded - len(sequences)
         out["counts"] = [len(sequences), len(out["row_tokens"]) - padding, len(out["sampled_rows"]),
-                         len(out["page_indices"]) - padding]
+                         len(page_indices[0]) - padding]
         while len(out["row_tokens"]) < rows:
-            out["row_destinations"].append(trash * 16 + len(out["row_tokens"]) % 16)
+            for group in destinations:
+                group.append(trash * 16 + len(out["row_tokens"]) % 16)
             out["row_tokens"].append(0)
             out["row_positions"].append(0)
             out["row_sequences"].append(-1)
@@ -262,7 +271,7 @@ class Host:
             out["sampled_rows"].append(0)
             out["sample_slots"].append(-1)
             out["sample_masks"].append(-1)
-        return out
+        return out | dict(row_destinations=destinations, page_indices=page_indices)
 
 
 def ctypes_size(item):
@@ -273,7 +282,8 @@ def ctypes_size(item):
 def check_step():
     steps = 0
     for slots, most, longest in ((1, 1, 5), (7, 4, 40), (300, 260, 100), (4, 2, 6000), (1100, 1100, 20)):
-        host = Host(slots, longest + 64, slots * ((longest + 64) // 16 + 2) + 8)
+        windows = random.choice(((0,), (random.randint(2, longest + 2),), (0, random.randint(2, 40), 128)))
+        host = Host(slots, longest + 64, (slots * ((longest + 64) // 16 + 2) + 8) * len(windows), windows=windows)
         buffer = torch.zeros(1 << 20, dtype=torch.int32, device="cuda")
         for step in range(6):
             admissions, sequences, used = [], [], random.sample(range(slots), random.randint(0, min(most, slots)))
@@ -296,16 +306,20 @@ def check_step():
             plan = host.write(100 + step, admissions, sequences)
             buffer[: len(plan)] = plan.cuda()
             want = host.expected(sequences, rows + extra, len(sequences) + padding, samples + padding)
-            arrays = StepArrays(rows + extra + 2, len(sequences) + padding, len(want["page_indices"]) + 2,
-                                samples + padding + 2)
+            arrays = StepArrays(rows + extra + 2, len(sequences) + padding, len(want["page_indices"][0]) + 2,
+                                samples + padding + 2, len(windows))
             lib.step_prepare(host.pool, buffer, arrays.struct, rows + extra, len(sequences) + padding,
                              samples + padding, 0)
             want["counts"] += [100 + step, 0, 0, 0]
             for name, values in want.items():
-                equal(arrays.tensors[name][: len(values)], ints(values), f"step {name}, {slots} slots")
-                if name not in ("counts",):
-                    rest = arrays.tensors[name][len(values):]
-                    assert (rest == -77).all(), f"step {name}: written beyond the end"
+                found = arrays.tensors[name]
+                if name in ("row_destinations", "page_indices"):
+                    parts = list(zip(found.chunk(len(windows)), values))
+                else:
+                    parts = [(found, values)]
+                for found, values in parts:
+                    equal(found[: len(values)], ints(values), f"step {name}, {slots} slots, windows {windows}")
+                    assert name == "counts" or (found[len(values):] == -77).all(), f"step {name}: written beyond the end"
             supplied = [(sample, random.choice((-1, 3))) for sample in range(samples) if random.random() < 0.5]
             buffer[: 2 * len(supplied)] = ints([word for pair in supplied for word in pair])
             lib.step_supply(host.pool, buffer, arrays.struct, len(supplied))

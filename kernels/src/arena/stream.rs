@@ -3,7 +3,7 @@
 use std::sync::{Arc, atomic::Ordering};
 
 use super::{ArenaError, Borrow, BorrowState, KvArena, WRITTEN};
-use crate::layout::BlockId;
+use crate::layout::{BLOCK_TOKENS, BlockId, KvGroups, NO_BLOCK};
 
 /// Borrows blocks for all steps in flight on one device. The device runs steps in order, so one
 /// borrow of a block serves all steps that use the block. The borrow is exclusive as long as a step
@@ -12,9 +12,11 @@ use crate::layout::BlockId;
 ///
 /// The first step in flight of a sequence borrows the blocks of the sequence, and the last step in
 /// flight releases them. So the cost of a step in between does not depend on the sequence's length.
+/// A step in between releases the blocks that have fallen behind the window of their KV group.
 #[derive(Debug)]
 pub struct StreamAccess {
     arena: Arc<KvArena>,
+    groups: KvGroups,
     /// Users of each block, by block index.
     users: Vec<BlockUsers>,
     /// Sequences with steps in flight, by slot. A slot rarely has more than one: the previous
@@ -42,7 +44,7 @@ struct SlotSequence {
     /// Number of steps in flight.
     step_count: u32,
     /// Front of the block table, as far as steps in flight use it. The sequence has borrowed these
-    /// blocks.
+    /// blocks; entries behind windows are [`NO_BLOCK`].
     table: Vec<BlockId>,
 }
 
@@ -53,11 +55,12 @@ pub struct RowBlocks<'a> {
     pub slot: u32,
     /// Number that distinguishes the sequences that use the slot one after another.
     pub generation: u32,
-    /// Front of the block table, as far as the step uses it. The table of a sequence only grows.
+    /// Front of the block table, as far as the step uses it. The table of a sequence only grows;
+    /// its entries behind windows are ignored.
     pub table: &'a [BlockId],
-    /// Index in the table of the first block that the step writes. The step writes all later
-    /// blocks, too.
-    pub first_written: usize,
+    /// Lower bound on the position of the step's first token. The step writes the blocks from this
+    /// position on, and reads the earlier blocks in the windows.
+    pub position_min: usize,
 }
 
 /// Blocks of one step. The caller returns them to [`StreamAccess::release`] when the step has run.
@@ -79,9 +82,10 @@ struct StepRow {
 }
 
 impl StreamAccess {
-    pub fn new(arena: &Arc<KvArena>) -> Self {
+    /// Creates the borrows of a model with these KV groups.
+    pub fn new(arena: &Arc<KvArena>, groups: KvGroups) -> Self {
         let users = vec![BlockUsers::default(); arena.block_count() as usize];
-        Self { arena: Arc::clone(arena), users, slots: Vec::new(), step_count: 0 }
+        Self { arena: Arc::clone(arena), groups, users, slots: Vec::new(), step_count: 0 }
     }
 
     /// Borrows all blocks of a step or, if it returns an error, none. Rows may share blocks that
@@ -101,8 +105,9 @@ impl StreamAccess {
         }
     }
 
-    /// Releases the blocks of a step that has run.
-    pub fn release(&mut self, step: StreamStep) {
+    /// Releases the blocks of a step that has run. `computed` returns the position up to which the
+    /// KV of a slot's sequence of this generation is computed: no later step begins before it.
+    pub fn release(&mut self, step: StreamStep, computed: impl Fn(u32, u32) -> usize) {
         for block in step.writes {
             self.release_block(block, |users| &mut users.writing_steps);
         }
@@ -111,10 +116,16 @@ impl StreamAccess {
             let index = sequences.iter().position(|sequence| sequence.generation == generation);
             let index = index.expect("acquire added the sequence of every row");
             sequences[index].step_count -= 1;
-            if sequences[index].step_count == 0 {
-                let sequence = sequences.swap_remove(index);
-                self.release_table(sequence.table);
-            }
+            let unneeded = match sequences[index].step_count {
+                0 => sequences.swap_remove(index).table,
+                _ => {
+                    let (table, mut unneeded) = (&mut sequences[index].table, Vec::new());
+                    let computed = computed(slot, generation);
+                    self.groups.remove_behind(table, computed, |block| unneeded.push(block));
+                    unneeded
+                }
+            };
+            self.release_table(unneeded);
         }
     }
 
@@ -129,11 +140,11 @@ impl StreamAccess {
             let added = table.split_off(table.len().min(*table_len_before));
             self.release_table(added);
         }
-        self.release(step);
+        self.release(step, |_, _| 0);
     }
 
     fn acquire_row(&mut self, step: &mut StreamStep, row: RowBlocks<'_>) -> Result<(), ArenaError> {
-        let RowBlocks { slot, generation, table, first_written } = row;
+        let RowBlocks { slot, generation, table, position_min } = row;
         if self.slots.len() <= slot as usize {
             self.slots.resize_with(slot as usize + 1, Vec::new);
         }
@@ -150,11 +161,17 @@ impl StreamAccess {
         let table_len_before = sequence.table.len();
         step.rows.push(StepRow { slot, generation, table_len_before });
         let (known, added) = table.split_at(table_len_before.min(table.len()));
-        debug_assert_eq!(sequence.table[..known.len()], *known, "a block table only grows");
-        for &block in added {
-            self.read(block)?;
-            self.slots[slot as usize][index].table.push(block);
+        let is_same = |(&held, &block): (&BlockId, &BlockId)| held == block || held == NO_BLOCK;
+        debug_assert!(sequence.table.iter().zip(known).all(is_same), "a block table only grows");
+        for (entry, &block) in (known.len()..).zip(added) {
+            let is_needed = self.groups.is_needed(entry, position_min);
+            if is_needed {
+                self.read(block)?;
+            }
+            let held = if is_needed { block } else { NO_BLOCK };
+            self.slots[slot as usize][index].table.push(held);
         }
+        let first_written = position_min / BLOCK_TOKENS * self.groups.count();
         for &block in &table[first_written.min(table.len())..] {
             self.write(block)?;
             step.writes.push(block);
@@ -192,7 +209,7 @@ impl StreamAccess {
     }
 
     fn release_table(&mut self, table: Vec<BlockId>) {
-        for block in table {
+        for block in table.into_iter().filter(|block| *block != NO_BLOCK) {
             self.release_block(block, |users| &mut users.sequences);
         }
     }
@@ -240,6 +257,8 @@ impl KvArena {
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroUsize;
+
     use super::*;
     use crate::layout::{Dtype, KvLayout};
 
@@ -252,9 +271,13 @@ mod tests {
     const B: BlockId = BlockId(1);
     const C: BlockId = BlockId(2);
 
-    /// Returns a row of the first sequence of a slot.
+    /// Returns a row of the first sequence of a slot, which writes from the block of this index on.
     fn row(slot: u32, table: &[BlockId], first_written: usize) -> RowBlocks<'_> {
-        RowBlocks { slot, generation: 0, table, first_written }
+        RowBlocks { slot, generation: 0, table, position_min: first_written * BLOCK_TOKENS }
+    }
+
+    fn whole(arena: &Arc<KvArena>) -> StreamAccess {
+        StreamAccess::new(arena, KvGroups::whole(1))
     }
 
     fn states(arena: &KvArena) -> [BorrowState; 3] {
@@ -268,76 +291,104 @@ mod tests {
     #[test]
     fn steps_in_flight_share_written_blocks_and_exclude_other_borrowers() {
         let arena = arena();
-        let mut access = StreamAccess::new(&arena);
+        let mut access = whole(&arena);
         let first = access.acquire([row(0, &[A, B], 1)]).unwrap();
         let second = access.acquire([row(0, &[A, B], 1), row(1, &[A, C], 1)]).unwrap();
         assert!(arena.write(A).is_err() && arena.read(B).is_err());
         let beside = arena.read(A).unwrap();
-        access.release(first);
+        access.release(first, |_, _| 0);
         assert_eq!(arena.state(B).unwrap(), WRITTEN);
         // A third step only reads what the second step writes. Other readers are accepted once the
         // second step has run.
         let third = access.acquire([row(0, &[A, B], 2)]).unwrap();
-        access.release(second);
+        access.release(second, |_, _| 0);
         drop(beside);
         assert_eq!(states(&arena), [READ, READ, FREE], "the other row has no step in flight");
         arena.read(B).unwrap();
-        access.release(third);
+        access.release(third, |_, _| 0);
         assert_eq!(states(&arena), [FREE; 3]);
     }
 
     #[test]
     fn a_growing_block_table_borrows_its_new_blocks() {
         let arena = arena();
-        let mut access = StreamAccess::new(&arena);
+        let mut access = whole(&arena);
         let first = access.acquire([row(0, &[A], 0)]).unwrap();
         let second = access.acquire([row(0, &[A, B], 1)]).unwrap();
         assert_eq!(states(&arena), [WRITTEN, WRITTEN, FREE]);
-        access.release(first);
+        access.release(first, |_, _| 0);
         assert_eq!(states(&arena), [READ, WRITTEN, FREE]);
-        access.release(second);
+        access.release(second, |_, _| 0);
         assert_eq!(states(&arena), [FREE; 3]);
+    }
+
+    #[test]
+    fn blocks_behind_a_window_are_released_while_steps_are_in_flight() {
+        let arena = arena();
+        let windows = [None, NonZeroUsize::new(16)];
+        let mut access = StreamAccess::new(&arena, KvGroups::of_windows(&windows));
+        let at = |position_min| RowBlocks { position_min, ..row(0, &[A, B, NO_BLOCK, C], 0) };
+        assert!(access.acquire([at(16)]).is_err(), "NO_BLOCK is written");
+        let table = [A, B, BlockId(3), C];
+        let at = |position_min| RowBlocks { slot: 0, generation: 0, table: &table, position_min };
+        let first = access.acquire([at(20)]).unwrap();
+        let second = access.acquire([at(31)]).unwrap();
+        assert_eq!(states(&arena), [READ, READ, WRITTEN]);
+        // The token at position 31 does not attend to the first 16 tokens of the second group.
+        access.release(first, |slot, generation| 31 + (slot + generation) as usize);
+        assert_eq!(states(&arena), [READ, FREE, WRITTEN]);
+        // The next step's table still names the released block, which has another owner now.
+        let writer = arena.write(B).unwrap();
+        let third = access.acquire([at(31)]).unwrap();
+        access.release(second, |_, _| 31);
+        access.release(third, |_, _| 31);
+        assert_eq!(states(&arena), [FREE, WRITTEN, FREE]);
+        // The first step in flight of a sequence does not borrow the block either.
+        let fourth = access.acquire([at(31)]).unwrap();
+        access.release(fourth, |_, _| 32);
+        drop(writer);
+        assert!((0..4).all(|id| arena.pins(BlockId(id)).unwrap() == 0));
     }
 
     #[test]
     fn the_next_sequence_of_a_slot_borrows_its_own_blocks() {
         let arena = arena();
-        let mut access = StreamAccess::new(&arena);
+        let mut access = whole(&arena);
         let first = access.acquire([row(0, &[A, B], 1)]).unwrap();
         let next = RowBlocks { generation: 1, ..row(0, &[C], 0) };
         let second = access.acquire([next]).unwrap();
         let third = access.acquire([next]).unwrap();
-        access.release(first);
+        access.release(first, |_, _| 0);
         assert_eq!(states(&arena), [FREE, FREE, WRITTEN]);
-        access.release(second);
+        access.release(second, |_, _| 0);
         assert_eq!(states(&arena), [FREE, FREE, WRITTEN]);
-        access.release(third);
+        access.release(third, |_, _| 0);
         assert_eq!(states(&arena), [FREE; 3]);
     }
 
     #[test]
     fn a_block_read_by_earlier_steps_may_be_written_by_a_later_step() {
         let arena = arena();
-        let mut access = StreamAccess::new(&arena);
+        let mut access = whole(&arena);
         let first = access.acquire([row(0, &[A], 1)]).unwrap();
         // The block's reader has left, and another row owns the block.
         let second = access.acquire([row(1, &[A], 0)]).unwrap();
-        access.release(first);
+        access.release(first, |_, _| 0);
         assert_eq!(arena.state(A).unwrap(), WRITTEN);
-        access.release(second);
+        access.release(second, |_, _| 0);
         assert_eq!(arena.state(A).unwrap(), FREE);
         let third = access.acquire([row(0, &[A], 1)]).unwrap();
         let beside = arena.read(A).unwrap();
         assert!(access.acquire([row(1, &[A], 0)]).is_err(), "another borrower reads it");
         drop(beside);
-        access.release(third);
+        access.release(third, |_, _| 0);
         assert_eq!(arena.pins(A).unwrap(), 0);
     }
 
     #[test]
     fn a_rejected_stream_step_borrows_nothing() {
         let arena = arena();
-        let mut access = StreamAccess::new(&arena);
+        let mut access = whole(&arena);
         let writer = arena.write(B).unwrap();
         assert!(access.acquire([row(0, &[C], 0), row(1, &[A, B], 2)]).is_err());
         assert!(access.acquire([row(0, &[A, B], 1)]).is_err());
@@ -347,14 +398,14 @@ mod tests {
         drop(writer);
         assert!((0..4).all(|id| arena.pins(BlockId(id)).unwrap() == 0));
         let step = access.acquire([row(0, &[A, B], 0)]).unwrap();
-        access.release(step);
+        access.release(step, |_, _| 0);
         assert_eq!(states(&arena), [FREE; 3]);
     }
 
     #[test]
     fn a_rejected_step_leaves_no_blocks_in_the_table_of_an_older_step_in_flight() {
         let arena = arena();
-        let mut access = StreamAccess::new(&arena);
+        let mut access = whole(&arena);
         let first = access.acquire([row(0, &[A], 1)]).unwrap();
         let writer = arena.write(C).unwrap();
         // The step has borrowed B when it fails to borrow C, or to borrow the block of another row.
@@ -365,15 +416,15 @@ mod tests {
         // The retry has another block at the same index of the table.
         let retry = access.acquire([row(0, &[A, C], 1)]).unwrap();
         assert_eq!(states(&arena), [READ, FREE, WRITTEN]);
-        access.release(first);
-        access.release(retry);
+        access.release(first, |_, _| 0);
+        access.release(retry, |_, _| 0);
         assert_eq!(states(&arena), [FREE; 3]);
     }
 
     #[test]
     fn dropping_the_stream_access_releases_all_blocks() {
         let arena = arena();
-        let mut access = StreamAccess::new(&arena);
+        let mut access = whole(&arena);
         let first = access.acquire([row(0, &[A, B], 1)]).unwrap();
         let forgotten = [first, access.acquire([row(1, &[B], 1)]).unwrap()];
         drop((forgotten, access));

@@ -4,12 +4,12 @@
 //! and copies the plan to the device. Baton's decode attention and its plain kernel need no plan of
 //! the host.
 
-use std::{ffi::c_void, num::NonZeroUsize, sync::Arc};
+use std::{ffi::c_void, sync::Arc};
 
 use super::{
     context::{Compute, Context, Event, Stream},
     error::CudaError,
-    ffi::{self, dtype_code},
+    ffi::{self, dtype_code, window_code},
     library::KernelLibrary,
     memory::{ALIGNMENT, DeviceMemory, PinnedMemory, Range},
     step::CudaStep,
@@ -208,10 +208,10 @@ impl Attention {
                     &shape,
                     &workspace,
                     step.kv(),
-                    layer as i32,
+                    step.layer_in_block(layer) as i32,
                     queries,
                     query_stride as i64,
-                    step.arrays(),
+                    &step.layer_arrays(layer),
                     sinks,
                     out,
                     step.sequences() as i32,
@@ -296,12 +296,6 @@ impl Attention {
     }
 }
 
-/// Encodes a window for the kernels: 0 for none. A window beyond `i32` is longer than every
-/// sequence, so none.
-fn window_code(window: Option<NonZeroUsize>) -> i32 {
-    window.and_then(|window| i32::try_from(window.get()).ok()).unwrap_or(0)
-}
-
 impl DecodeAttention {
     /// Allocates the buffers for the largest supported shape.
     fn new(
@@ -351,7 +345,7 @@ impl DecodeAttention {
     ) -> Result<(), CudaError> {
         let LayerAttention { layer, heads, scale, window } = attention;
         let addresses = step.layer_addresses(layer);
-        let arrays = step.arrays();
+        let arrays = step.layer_arrays(layer);
         let args = ffi::DecodeAttentionArgs {
             q: queries,
             q_stride: query_stride as i64,

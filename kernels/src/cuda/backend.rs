@@ -565,10 +565,10 @@ impl Backend for CudaBackend {
             key_norm: address(weights.norms.map(|norms| norms.1), key_norm),
             frequencies: weights.frequencies.data.address(),
             positions: step.arrays().row_positions,
-            destinations: step.arrays().row_destinations,
+            destinations: step.layer_arrays(layer).row_destinations,
             norm_eps: weights.eps,
             query_heads: shape.query_heads as i32,
-            layer: layer as i32,
+            layer: step.layer_in_block(layer) as i32,
             rows: rows as i32,
             rotary_dim: rotary_dim as i32,
             norms_all_heads: (weights.norm_span == NormSpan::Projection).into(),
@@ -608,6 +608,18 @@ impl Backend for CudaBackend {
         };
         let outcome = self.attention.run(&self.library, &self.compute, step, attention, addresses);
         self.note(outcome);
+    }
+
+    fn add_bias(&mut self, rows: usize, bias: &CudaVector, x: &mut CudaBuffer) {
+        assert_eq!(bias.len, x.width, "add_bias: the bias is as wide as a row");
+        assert_eq!(x.width, x.stride, "add_bias: the rows are contiguous");
+        x.forget();
+        let (to, from) = (x.data.part(0, x.bytes(rows)), bias.data.address());
+        let (dtype, rows, width) = (dtype_code(x.dtype), rows as i32, x.width as i32);
+        self.run(|library, stream| {
+            // SAFETY: the two ranges have the sizes checked above.
+            unsafe { launch!(library, stream, baton_add_bias(dtype, to, from, rows, width)) }
+        });
     }
 
     fn silu_mul(&mut self, rows: usize, gate_up: &CudaBuffer, out: &mut CudaBuffer) {
@@ -712,20 +724,26 @@ impl Backend for CudaBackend {
     fn project_onto_residual(
         &mut self,
         rows: usize,
-        (x, w): (&CudaBuffer, &CudaMatrix),
+        (x, w, bias): (&CudaBuffer, &CudaMatrix, Option<&CudaVector>),
         delta: &mut CudaBuffer,
         residual: &mut CudaBuffer,
         (norm, eps): (&CudaVector, f32),
         out: &mut CudaBuffer,
     ) {
-        if self.group.is_some() {
-            // A rank's GEMM returns a partial sum.
-            self.matmul(rows, x, w, delta);
-            self.all_reduce_onto_residual(rows, delta, residual, (norm, eps), out);
-        } else if !self.skinny_onto_residual(rows, (x, w), residual, (norm, eps), out) {
-            self.matmul(rows, x, w, delta);
-            self.add_rms_norm(rows, residual, delta, norm, eps, out);
+        let is_whole = self.group.is_none();
+        if is_whole && self.skinny_onto_residual(rows, (x, w, bias), residual, (norm, eps), out) {
+            return;
         }
+        self.matmul(rows, x, w, delta);
+        // A rank's GEMM returns a partial sum.
+        if let (None, false) = (bias, is_whole) {
+            return self.all_reduce_onto_residual(rows, delta, residual, (norm, eps), out);
+        }
+        self.all_reduce(rows, delta);
+        if let Some(bias) = bias {
+            self.add_bias(rows, bias, delta);
+        }
+        self.add_rms_norm(rows, residual, delta, norm, eps, out);
     }
 
     fn project_gated(

@@ -38,7 +38,7 @@ use super::{
     step::CudaStep,
     stream_delays::StreamDelays,
 };
-use crate::sampling::TokenMask;
+use crate::{layout::KvGroups, sampling::TokenMask};
 
 /// Input of a step.
 #[derive(Clone, Copy, Debug)]
@@ -115,10 +115,12 @@ enum InputState {
 }
 
 impl DeviceBatch {
-    /// Allocates all memory of the batch.
+    /// Allocates all memory of the batch. `groups` are those of the model's layers; the blocks of
+    /// `kv` have the layers of one group.
     pub fn new(
         backend: &CudaBackend,
         kv: Arc<DeviceKv>,
+        groups: KvGroups,
         limits: BatchLimits,
     ) -> Result<Self, CudaError> {
         let context = backend.context();
@@ -131,11 +133,12 @@ impl DeviceBatch {
                 allowed: "up to 4,096",
             });
         }
-        let sizes = BatchArraySizes::of(&limits);
+        let sizes = BatchArraySizes::of(&limits, &groups);
         let (plan_words, input_words, samples) =
             (plan_words(&limits), input_words(&limits), limits.samples as usize);
-        let memory = DeviceMemory::new(context, "the batch", Self::bytes(backend, &limits))?;
-        let (ranges, devices, sampler, pooled) = lay_out(&memory, backend, &limits)?;
+        let memory =
+            DeviceMemory::new(context, "the batch", Self::bytes(backend, &limits, &groups))?;
+        let (ranges, devices, sampler, pooled) = lay_out(&memory, backend, &limits, &groups)?;
         let up = Stream::new(context)?;
         for range in &ranges {
             range.fill(0, &up)?;
@@ -157,7 +160,7 @@ impl DeviceBatch {
             .map(|_| DownloadBuffers::new(context, samples, pooled.bytes()));
         Ok(Self {
             limits,
-            memory: Arc::new(sizes.memory(&limits, ranges, kv)),
+            memory: Arc::new(sizes.memory(&limits, ranges, kv, groups)),
             serial: Arc::new(AtomicU64::new(1)),
             up,
             down: Stream::new(context)?,
@@ -186,10 +189,10 @@ impl DeviceBatch {
         self.delays.as_ref().map_or(Ok(()), |delays| delays.pass(stream))
     }
 
-    /// Returns the GPU memory in bytes that these limits need.
-    pub fn bytes(backend: &CudaBackend, limits: &BatchLimits) -> usize {
+    /// Returns the GPU memory in bytes that these limits and KV groups need.
+    pub fn bytes(backend: &CudaBackend, limits: &BatchLimits, groups: &KvGroups) -> usize {
         let counting = DeviceMemory::counting("the batch");
-        lay_out(&counting, backend, limits).expect("counting cannot fail");
+        lay_out(&counting, backend, limits, groups).expect("counting cannot fail");
         counting.used_bytes()
     }
 

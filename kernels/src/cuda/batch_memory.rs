@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{ffi, kv::DeviceKv, memory::Range};
-use crate::layout::KvLayout;
+use crate::layout::{KvGroups, KvLayout};
 
 /// Capacity of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,11 +31,15 @@ pub(super) struct BatchMemory {
     pub pool: ffi::SlotPool,
     pub step: ffi::StepArrays,
     pub blocks: Arc<DeviceKv>,
+    pub groups: KvGroups,
+    /// KV group of each layer, and index of the layer in the group's blocks.
+    pub places: Vec<(usize, usize)>,
     pub _ranges: Vec<Range>,
 }
 
 impl BatchMemory {
+    /// Returns the layout of the KV of all layers.
     pub(super) fn kv_layout(&self) -> KvLayout {
-        self.blocks.layout()
+        KvLayout { layer_count: self.places.len(), ..self.blocks.layout() }
     }
 }

@@ -3,14 +3,17 @@
 //! `kernels/cuda/trace/ranges.h`: the same structs in the same order, and the functions that Baton
 //! calls. [`STRUCT_BYTES`] is compared with the library's own sizes before the first call.
 
-use std::ffi::{c_char, c_void};
+use std::{
+    ffi::{c_char, c_void},
+    num::NonZeroUsize,
+};
 
 use cudarc::driver::sys::CUdeviceptr;
 
-use crate::layout::Dtype;
+use crate::layout::{Dtype, GROUPS_MAX};
 
 /// `BATON_ABI_VERSION`.
-pub(super) const ABI_VERSION: i32 = 12;
+pub(super) const ABI_VERSION: i32 = 13;
 /// `BATON_INVALID`.
 pub(super) const INVALID: i32 = 1;
 /// `BATON_UNSUPPORTED`.
@@ -33,6 +36,12 @@ pub(super) fn dtype_code(dtype: Dtype) -> i32 {
         Dtype::F32 => 0,
         Dtype::Bf16 => 1,
     }
+}
+
+/// Encodes a window for the kernels: 0 for none. A window beyond `i32` is longer than every
+/// sequence, so none.
+pub(super) fn window_code(window: Option<NonZeroUsize>) -> i32 {
+    window.and_then(|window| i32::try_from(window.get()).ok()).unwrap_or(0)
 }
 
 /// `baton_run_target`.
@@ -181,6 +190,9 @@ structs! {
         pub stop_width: i32,
         pub trash_block: i32,
         pub rule_width: i32,
+        pub zero_block: i32,
+        pub group_count: i32,
+        pub windows: [i32; GROUPS_MAX],
     }
 
     #[derive(Default, bytemuck::Pod, bytemuck::Zeroable)]
@@ -546,6 +558,7 @@ functions! {
     baton_add_rms_norm:
         fn(i32, Address, Address, Address, f32, Address, i32, i32, RawStream) -> i32;
     baton_quantize: fn(*const QuantizeArgs, RawStream) -> i32;
+    baton_add_bias: fn(i32, Address, Address, i32, i32, RawStream) -> i32;
     baton_silu_mul: fn(i32, Address, Address, i32, i32, RawStream) -> i32;
     baton_gather_rows: fn(i32, Address, Address, Address, i32, i32, RawStream) -> i32;
     baton_rope_store_kv: fn(*const Kv, *const RopeArgs, RawStream) -> i32;

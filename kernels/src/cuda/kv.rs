@@ -17,7 +17,8 @@ use crate::{
     layout::{BlockId, KvLayout},
 };
 
-/// The memory of an arena's KV blocks, and one extra block that padding rows write to.
+/// The memory of an arena's KV blocks and of two more blocks: [`Self::trash_block`] and
+/// [`Self::zero_block`].
 #[derive(Debug)]
 pub struct DeviceKv {
     layout: KvLayout,
@@ -46,6 +47,9 @@ struct HostCopies {
 }
 
 impl DeviceKv {
+    /// Allocated blocks beyond those of the arena.
+    pub const MORE_BLOCKS: u32 = 2;
+
     /// Allocates zeroed blocks.
     pub fn new(
         context: &Arc<Context>,
@@ -54,7 +58,7 @@ impl DeviceKv {
     ) -> Result<Arc<Self>, CudaError> {
         let bytes = layout
             .checked_block_bytes()
-            .and_then(|bytes| bytes.checked_mul(blocks as usize + 1))
+            .and_then(|bytes| bytes.checked_mul(blocks as usize + Self::MORE_BLOCKS as usize))
             .ok_or(CudaError::OutOfMemory { what: "the KV", wanted: u64::MAX, free: 0 })?;
         let memory = DeviceMemory::new(context, "the KV", bytes)?;
         let data = memory.cut(bytes)?;
@@ -132,9 +136,19 @@ impl DeviceKv {
         self.layout
     }
 
-    /// Returns the number of blocks, without the extra block.
+    /// Returns the number of blocks, without the two more.
     pub fn block_count(&self) -> u32 {
         self.blocks
+    }
+
+    /// Returns the block that padding rows write to.
+    pub(super) fn trash_block(&self) -> u32 {
+        self.blocks
+    }
+
+    /// Returns the block of zeros that stands in for blocks behind windows.
+    pub(super) fn zero_block(&self) -> u32 {
+        self.blocks + 1
     }
 
     pub(super) fn data(&self) -> &Range {

@@ -45,6 +45,7 @@ enum Epilogue<'a> {
     Residual {
         residual: &'a CudaBuffer,
         norm: &'a CudaVector,
+        bias: Option<&'a CudaVector>,
     },
     Gated,
     Wide,
@@ -93,7 +94,7 @@ impl CudaBackend {
     ) -> bool {
         assert!(layer < step.kv_layout().layer_count, "the KV cache has no layer {layer}");
         let &HeadWeights { frequencies, bias, .. } = weights;
-        let (addresses, arrays) = (step.layer_addresses(layer), step.arrays());
+        let (addresses, arrays) = (step.layer_addresses(layer), &step.layer_arrays(layer));
         let epilogue = Epilogue::Heads { shape, bias, frequencies, addresses, arrays };
         // A tile must not span two heads.
         let is_served = weights.norms.is_none()
@@ -120,24 +121,22 @@ impl CudaBackend {
     pub(super) fn skinny_onto_residual(
         &self,
         rows: usize,
-        operands: (&CudaBuffer, &CudaMatrix),
+        (x, w, bias): (&CudaBuffer, &CudaMatrix, Option<&CudaVector>),
         residual: &mut CudaBuffer,
         (norm, eps): (&CudaVector, f32),
         out: &mut CudaBuffer,
     ) -> bool {
-        let width = operands.1.rows;
-        assert!(
-            residual.width == width && norm.len == width && out.width == width,
-            "project_onto_residual: widths differ"
-        );
+        let width = w.rows;
+        let widths = [residual.width, norm.len, out.width, bias.map_or(width, |bias| bias.len)];
+        assert!(widths.iter().all(|found| *found == width), "project_onto_residual: widths differ");
         let is_packed = residual.stride == width && out.stride == width;
         if residual.dtype != Dtype::F32 || !is_packed || width > WIDTH_MAX {
             return false;
         }
         residual.bytes(rows);
         let (from, weight) = (residual.data.address(), norm.data.address());
-        let epilogue = Epilogue::Residual { residual, norm };
-        let Some(tile) = self.skinny(rows, operands, epilogue, out) else { return false };
+        let epilogue = Epilogue::Residual { residual, norm, bias };
+        let Some(tile) = self.skinny(rows, (x, w), epilogue, out) else { return false };
         let count = width.div_ceil(tile.max(TILE_MIN));
         out.pending.set(Some(DeferredNorm { count, eps, residual: from, norm: weight }));
         true
@@ -212,8 +211,9 @@ impl CudaBackend {
             Epilogue::Plain => args.epilogue = ffi::SKINNY_PLAIN,
             Epilogue::Gated => args.epilogue = ffi::SKINNY_SILU,
             Epilogue::Wide => args.epilogue = ffi::SKINNY_F32,
-            Epilogue::Residual { residual, norm } => {
+            Epilogue::Residual { residual, norm, bias } => {
                 args.epilogue = ffi::SKINNY_RESIDUAL;
+                args.bias = bias.map_or(0, |bias| bias.data.address());
                 args.residual = residual.data.address();
                 args.mirror = args.out;
                 args.next_norm = norm.data.address();

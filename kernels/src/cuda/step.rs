@@ -90,6 +90,7 @@ impl CudaStep {
         self.verified
     }
 
+    /// Returns the layout of the KV of all layers.
     pub fn kv_layout(&self) -> KvLayout {
         self.memory.kv_layout()
     }
@@ -106,22 +107,39 @@ impl CudaStep {
         &self.memory.pool
     }
 
+    /// Returns the arrays, whose destinations and pages are those of the first KV group.
     pub(super) fn arrays(&self) -> &ffi::StepArrays {
         &self.memory.step
+    }
+
+    /// Returns the arrays, whose destinations and pages are those of the layer's KV group.
+    pub(super) fn layer_arrays(&self, layer: usize) -> ffi::StepArrays {
+        let (group, arrays) = (self.memory.places[layer].0 as u64, self.memory.step);
+        let behind = |count: i32| group * count as u64 * size_of::<i32>() as u64;
+        ffi::StepArrays {
+            row_destinations: arrays.row_destinations + behind(arrays.rows_max),
+            page_indices: arrays.page_indices + behind(arrays.pages_max),
+            ..arrays
+        }
+    }
+
+    /// Returns the index of a layer in the blocks of its KV group.
+    pub(super) fn layer_in_block(&self, layer: usize) -> usize {
+        self.memory.places[layer].1
     }
 
     pub(super) fn needs(&self) -> i32 {
         self.needs
     }
 
-    /// Returns the addresses of a layer's keys and values.
+    /// Returns the addresses of a layer's keys and values in the blocks of its KV group.
     pub(super) fn layer_addresses(&self, layer: usize) -> LayerAddresses {
         let kv = self.kv();
         let token = i64::from(kv.head_dim);
         let head = token * BLOCK_TOKENS as i64;
         let values = head * i64::from(kv.head_count);
         let element = self.kv_layout().dtype.bytes() as u64;
-        let keys = kv.base + 2 * layer as u64 * values as u64 * element;
+        let keys = kv.base + 2 * self.layer_in_block(layer) as u64 * values as u64 * element;
         LayerAddresses {
             keys,
             values: keys + values as u64 * element,

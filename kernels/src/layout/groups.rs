@@ -7,7 +7,7 @@
 //! a group are [`NO_BLOCK`].
 
 use std::{
-    cmp::Reverse, collections::BTreeMap, fmt, iter, num::NonZeroUsize, ops::Range, sync::Arc,
+    cmp::Reverse, collections::BTreeMap, fmt, iter, mem, num::NonZeroUsize, ops::Range, sync::Arc,
 };
 
 use super::{BLOCK_TOKENS, BlockId, KvLayout};
@@ -17,7 +17,7 @@ pub const NO_BLOCK: BlockId = BlockId(u32::MAX);
 
 /// Maximum number of groups. A model that would have more gets one group without a window, because
 /// many small groups make long block tables.
-const GROUPS_MAX: usize = 16;
+pub(crate) const GROUPS_MAX: usize = 16;
 
 /// Layers whose KV covers the same tokens.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -80,11 +80,22 @@ impl KvGroups {
         places
     }
 
+    /// Returns the tokens that a token attends to in a group, itself included, if bounded.
+    pub(crate) fn window(&self, group: usize) -> Option<NonZeroUsize> {
+        self.0[group].window
+    }
+
     /// Returns the index of a group's first block to which a token at position `computed` or later
     /// attends.
     pub fn first_needed(&self, group: usize, computed: usize) -> usize {
-        let window = self.0[group].window.map_or(usize::MAX, NonZeroUsize::get);
+        let window = self.window(group).map_or(usize::MAX, NonZeroUsize::get);
         (computed + 1).saturating_sub(window) / BLOCK_TOKENS
+    }
+
+    /// Returns whether a token at position `computed` or later attends to the block of a block
+    /// table's entry.
+    pub(crate) fn is_needed(&self, entry: usize, computed: usize) -> bool {
+        entry / self.count() >= self.first_needed(entry % self.count(), computed)
     }
 
     /// Returns the entries of a block table to which a token at position `computed` or later
@@ -93,6 +104,26 @@ impl KvGroups {
         let first: Vec<_> = (0..self.count()).map(|it| self.first_needed(it, computed)).collect();
         let entries = indices.start * first.len()..indices.end * first.len();
         entries.filter(move |entry| entry / first.len() >= first[entry % first.len()])
+    }
+
+    /// Removes the blocks from a block table to which no token at position `computed` or later
+    /// attends, and calls `removed` with each.
+    pub fn remove_behind(
+        &self,
+        table: &mut [BlockId],
+        computed: usize,
+        mut removed: impl FnMut(BlockId),
+    ) {
+        for group in 0..self.count() {
+            let first = self.first_needed(group, computed).min(table.len() / self.count());
+            // All entries before an entry without a block have no block either.
+            for index in (0..first).rev() {
+                match mem::replace(&mut table[index * self.count() + group], NO_BLOCK) {
+                    NO_BLOCK => break,
+                    block => removed(block),
+                }
+            }
+        }
     }
 
     /// Returns the number of table entries for `tokens` tokens.

@@ -234,7 +234,8 @@ fn start(
         slots: args.batch,
         step_tokens: 512,
         sequence_tokens,
-        blocks: (args.batch + 1) * (sequence_tokens.div_ceil(BLOCK_TOKENS as u32) + 2),
+        blocks: (args.batch + 1)
+            * config.kv_groups().entries(sequence_tokens as usize + 2 * BLOCK_TOKENS) as u32,
         depth: 2,
         vocabulary: config.vocab_size as u32,
         speculation: (drafts > 0).then_some(Speculation {
@@ -245,7 +246,7 @@ fn start(
             uniform: false,
         }),
     };
-    let layout = config.kv_layout(args.dtype.kv_dtype());
+    let layout = config.block_layout(args.dtype.kv_dtype());
     let seeds =
         CacheSeeds { model_fingerprint: checkpoint.model_fingerprint()?, weight_version: 0 };
     let executor: Box<dyn Executor> = if args.device == "cuda" {
@@ -261,7 +262,8 @@ fn start(
         let arena = KvArena::host(layout, limits.blocks)?;
         Box::new(CpuExecutor::start(&checkpoint, backend, arena, limits, &mut |_| {})?)
     };
-    Ok(StepLoop::new(Scheduler::new(SchedulerConfig::new(executor.limits()), seeds)?, executor))
+    let scheduler = Scheduler::new(SchedulerConfig::new(executor.limits()), seeds)?;
+    Ok(StepLoop::new(scheduler.with_kv_groups(executor.kv_groups()), executor))
 }
 
 /// Runs one batch. The result excludes the time, steps and tokens until every answer has its first

@@ -231,7 +231,7 @@ impl DoctorReport {
         report.serves_on = if is_gpu { "cuda" } else { "cpu" };
         let gpu = report.gpus.first().filter(|_| is_gpu);
         let (memory, compute) = (gpu.map(node_memory), gpu.map(|gpu| gpu.compute));
-        report.add_defaults(memory, model.as_ref().map(OpenedModel::sizes));
+        report.add_defaults(memory, model.as_ref().map(|model| model.sizes(is_gpu)));
         if let Some(model) = model.map(|model| model.report(compute)) {
             let refused = model.refused().map(|why| format!("the model is refused: {why}"));
             report.faults.extend(refused);

@@ -6,7 +6,7 @@
 
 use std::{fmt, time::Duration};
 
-use kernels::{BLOCK_TOKENS, Shard, WeightFormat};
+use kernels::{BLOCK_TOKENS, Shard, WeightFormat, mxfp4};
 use model::ModelConfig;
 use serde::Serialize;
 
@@ -71,7 +71,9 @@ pub struct ModelSizes {
 }
 
 impl ModelSizes {
-    pub fn of(config: &ModelConfig, shard: Shard, weights: WeightFormat) -> Self {
+    /// Returns the sizes of a rank's shard. GPUs keep experts in MXFP4; CPUs keep all matrices in
+    /// the format `weights`.
+    pub fn of(config: &ModelConfig, shard: Shard, weights: WeightFormat, is_gpu: bool) -> Self {
         let dtype = weights.kv_dtype();
         let heads = config.head_shape_of(shard);
         // Input, output and attention of a layer, the feed-forward network, and the f32 residual
@@ -97,8 +99,13 @@ impl ModelSizes {
             }
             WeightFormat::F32 | WeightFormat::Bf16 | WeightFormat::Q8 => 0,
         };
+        let kept = match is_gpu && config.has_mxfp4_experts() {
+            true => config.expert_parameter_count_of(shard),
+            false => 0,
+        };
+        let converted = weights.bytes(config.parameter_count_of(shard) - kept);
         Self {
-            weights: weights.bytes(config.parameter_count_of(shard)) + tables_bytes,
+            weights: converted + mxfp4::bytes(kept) + tables_bytes,
             activations: (width * dtype.bytes() + 4 * config.hidden_size) as u64,
             kv: (block_bytes / BLOCK_TOKENS) as u64,
         }
@@ -438,6 +445,8 @@ fn size(bytes: u64) -> String {
 
 #[cfg(test)]
 mod tests {
+    use model::{Checkpoint, LoadFormat};
+
     use super::*;
 
     const GIB: u64 = 1 << 30;
@@ -449,6 +458,20 @@ mod tests {
         ModelSizes { weights: 5 * GIB / 2, activations: 75_776, kv: 32_768 };
     /// 90 % of an H200 less the reserve.
     const H200: NodeDevice = NodeDevice::Gpu { memory_bytes: 125 * GIB };
+
+    #[test]
+    fn gpus_keep_experts_in_mxfp4() {
+        let config = "../model/tests/fixtures/architectures/gpt_oss/config.json";
+        let config = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(config);
+        let checkpoint = Checkpoint::open(config, LoadFormat::Dummy { seed: 1 }).unwrap();
+        let of = |is_gpu| {
+            let (config, weights) = (checkpoint.config(), WeightFormat::Bf16);
+            ModelSizes::of(config, Shard::WHOLE, weights, is_gpu).weights
+        };
+        // 2 layers of 6 experts, with 3 matrices of 32 x 96 elements each.
+        let elements = 2 * 6 * 3 * 32 * 96;
+        assert_eq!(of(false) - of(true), elements * 2 - elements * 17 / 32);
+    }
 
     fn node(device: NodeDevice, prefers_decode: bool, model: ModelSizes) -> NodeTraits {
         NodeTraits { device, prefers_decode, model, set: SetValues::default() }

@@ -1,7 +1,5 @@
 //! Block pool and prefix cache combined: an evicted block leaves both.
 
-use std::mem;
-
 use kernels::{BlockId, KvGroups, NO_BLOCK};
 
 use crate::{
@@ -75,17 +73,7 @@ impl KvBlocks {
 
     /// Releases the blocks of a table to which no token from position `computed` on attends.
     pub(crate) fn release_behind(&mut self, table: &mut [BlockId], computed: usize) {
-        let count = self.groups.count();
-        for group in 0..count {
-            let first = self.groups.first_needed(group, computed).min(table.len() / count);
-            // All entries before an entry without a block have no block either.
-            for index in (0..first).rev() {
-                match mem::replace(&mut table[index * count + group], NO_BLOCK) {
-                    NO_BLOCK => break,
-                    block => self.pool.release(block),
-                }
-            }
-        }
+        self.groups.remove_behind(table, computed, |block| self.pool.release(block));
     }
 
     pub(crate) fn allocate(&mut self, count: u32) -> Option<Vec<BlockId>> {

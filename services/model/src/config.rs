@@ -19,7 +19,7 @@ use crate::{
     families::Family,
     layer::{ExpertSpec, FeedForward, LayerSpec, Mixer, SharedExpertSpec},
     rope::{self, RopeScaling},
-    weight::{LayerWeight, Weight},
+    weight::Weight,
 };
 
 /// Validated hyperparameters of a model: all sizes are bounded, and head counts divide without
@@ -387,7 +387,12 @@ impl ModelConfig {
         }
     }
 
-    /// Returns the KV layout of a block with a rank's heads only.
+    /// Returns the layout of a block with all heads: the layers of one KV group.
+    pub fn block_layout(&self, dtype: Dtype) -> KvLayout {
+        self.kv_groups().block_layout(self.kv_layout(dtype))
+    }
+
+    /// Returns the KV layout of a block with all layers and a rank's heads only.
     pub fn kv_layout_of(&self, dtype: Dtype, shard: Shard) -> KvLayout {
         let kv_head_count = shard.part(self.kv_head_count).len();
         KvLayout { kv_head_count, ..self.kv_layout(dtype) }
@@ -419,14 +424,18 @@ impl ModelConfig {
         Weight::all(self).map(|weight| weight.part(self, shard).elements()).sum()
     }
 
+    /// Returns the number of elements of a rank's part of the experts' matrices.
+    pub fn expert_parameter_count_of(&self, shard: Shard) -> u64 {
+        let experts = Weight::all(self).filter(Weight::is_expert);
+        experts.map(|weight| weight.part(self, shard).elements()).sum()
+    }
+
     /// Returns the number of elements of the weights that every forward pass reads in full. An
     /// embedding that is not also the output does not count: a forward pass reads only the rows of
     /// its tokens. Experts do not count either.
     pub fn forward_parameter_count(&self) -> u64 {
         let looked_up = |weight: &Weight| *weight == Weight::Embedding && !self.tied_output;
-        let is_expert =
-            |weight: &Weight| matches!(weight, Weight::Layer(_, LayerWeight::Expert(..)));
-        let read = Weight::all(self).filter(|weight| !looked_up(weight) && !is_expert(weight));
+        let read = Weight::all(self).filter(|weight| !looked_up(weight) && !weight.is_expert());
         read.map(|weight| weight.shape(self).elements()).sum()
     }
 

@@ -547,7 +547,7 @@ impl<B: Backend> Transformer<B> {
     }
 }
 
-/// Computes [`Backend::project_onto_residual`], with a bias and the updates of the rows' adapters.
+/// Computes [`Backend::project_onto_residual`] with the updates of the rows' adapters.
 fn project_onto_residual<B: Backend>(
     backend: &mut B,
     rows: usize,
@@ -557,15 +557,19 @@ fn project_onto_residual<B: Backend>(
     (norm, eps): (&B::Vector, f32),
     out: &mut B::Buffer,
 ) {
-    if adapters.is_none() && bias.is_none() {
-        return backend.project_onto_residual(rows, (x, w), delta, residual, (norm, eps), out);
-    }
+    let Some(adapters) = adapters else {
+        return backend.project_onto_residual(
+            rows,
+            (x, w, bias),
+            delta,
+            residual,
+            (norm, eps),
+            out,
+        );
+    };
     backend.matmul(rows, x, w, delta);
-    if let Some(adapters) = adapters {
-        backend.add_low_rank(rows, x, adapters, step, delta);
-    }
+    backend.add_low_rank(rows, x, adapters, step, delta);
     backend.all_reduce(rows, delta);
-    // After the all-reduce, because each rank has the whole bias.
     if let Some(bias) = bias {
         backend.add_bias(rows, bias, delta);
     }

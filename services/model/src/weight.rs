@@ -303,6 +303,11 @@ impl LayerWeight {
 }
 
 impl Weight {
+    /// Returns whether the weight is a matrix of an expert. A shared expert does not count.
+    pub(crate) fn is_expert(&self) -> bool {
+        matches!(self, Weight::Layer(_, LayerWeight::Expert(..)))
+    }
+
     /// Returns every weight of a model, in the order of the forward pass.
     pub fn all(config: &ModelConfig) -> impl Iterator<Item = Weight> + use<> {
         let layers = config.layers.clone().into_iter().enumerate();

@@ -13,7 +13,7 @@ use engine::{
     defaults::{self, Defaults, NodeDevice, NodeTraits},
     executor::{Executor, StepTimes},
 };
-use kernels::{KvArena, KvGroups, KvLayout, cpu::affinity};
+use kernels::{KvArena, KvLayout, cpu::affinity};
 use model::{Checkpoint, ModelConfig, ModelError};
 use telemetry::Metrics;
 use tracing::info;
@@ -137,8 +137,7 @@ fn load_weights(
     let started = Instant::now();
     let model = checkpoint.config();
     let weights = settings::weight_format(config.model.dtype);
-    let whole = model.kv_layout(weights.kv_dtype());
-    let cpu_layout = settings::cpu_layout(model, weights);
+    let layout = model.block_layout(weights.kv_dtype());
     let tp = config.node.tp;
     tensor_parallel::check(model, &config.node)?;
     let traits = |device| settings::node_traits(config, role, model, device);
@@ -158,7 +157,7 @@ fn load_weights(
         })?;
         let sizes = batch_sizes(&traits)?;
         if gpus.is_none() {
-            checked_blocks(config, cpu_layout, u64::from(tp) * traits.model.weights)?;
+            checked_blocks(config, layout, u64::from(tp) * traits.model.weights)?;
         }
         let (executor, arena) =
             tensor_parallel::start(config, epoch, path, checkpoint, gpus, sizes)?;
@@ -169,14 +168,14 @@ fn load_weights(
                 let traits = traits(device::memory(config, [backend.context()])?)?;
                 let sizes = batch_sizes(&traits)?;
                 let ReadyGpu { executor, arena, .. } =
-                    device::start_gpu(backend, config, checkpoint, whole, sizes, None)?;
+                    device::start_gpu(backend, config, checkpoint, layout, sizes, None)?;
                 (Box::new(executor), arena, traits, Vec::new(), None)
             }
             ChosenDevice::Cpu { fallback } => {
                 let traits = traits(NodeDevice::Cpu)?;
                 let sizes = batch_sizes(&traits)?;
-                let blocks = checked_blocks(config, cpu_layout, traits.model.weights)?;
-                let arena = KvArena::host(cpu_layout, blocks)?;
+                let blocks = checked_blocks(config, layout, traits.model.weights)?;
+                let arena = KvArena::host(layout, blocks)?;
                 let threads = (threads, &cpus[..]);
                 let executor = device::start_cpu(config, checkpoint, threads, &arena, sizes, None)?;
                 (Box::new(executor), arena, traits, cpus, fallback)
@@ -184,7 +183,6 @@ fn load_weights(
         }
     };
     let is_gpu = matches!(traits.device, NodeDevice::Gpu { .. });
-    let layout = if is_gpu { whole } else { cpu_layout };
     let host_bytes = host_bytes(&traits, tp, kv_bytes(layout, arena.block_count()));
     let slots = executor.adapter_slots();
     let adapters = NodeAdapters::start(config, model, is_gpu, slots, host_bytes)?;
@@ -204,8 +202,7 @@ fn load_weights(
         traits.needs_step_times().then(|| StepTimes::measure(&mut *executor)).transpose()?;
     let defaults = defaults::derive(&traits, times.as_ref()).map_err(SettingsError::from)?;
     log_reasons(&defaults);
-    let groups = if is_gpu { KvGroups::whole(model.layer_count) } else { model.kv_groups() };
-    let identity = identity::model_identity(fingerprint, weights, layout, &groups);
+    let identity = identity::model_identity(fingerprint, weights, layout, &model.kv_groups());
     let loaded = Loaded {
         path: path.to_owned(),
         model: model.clone(),

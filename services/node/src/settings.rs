@@ -9,7 +9,7 @@ use engine::{
     executor::{ExecutorLimits, Speculation},
 };
 use kernels::{
-    KvGroups, KvLayout, Shard, WeightFormat,
+    KvLayout, Shard, WeightFormat,
     cpu::{Isa, affinity, threads::THREADS_MAX},
 };
 use kv_transfer::{
@@ -112,12 +112,6 @@ pub(crate) fn block_count_set(
     }
 }
 
-/// Returns the layout of a block on CPUs: the layers of one KV group. On GPUs a block has all
-/// layers, because the kernels read one block table.
-pub(crate) fn cpu_layout(model: &ModelConfig, weights: WeightFormat) -> KvLayout {
-    model.kv_groups().block_layout(model.kv_layout(weights.kv_dtype()))
-}
-
 fn blocks_of(bytes: u64, layout: KvLayout) -> Result<u32, SettingsError> {
     let block_bytes = layout.block_bytes();
     // The maximum of `node.blocks`.
@@ -162,15 +156,13 @@ pub(crate) fn node_traits(
 ) -> Result<NodeTraits, SettingsError> {
     let (node, transfer) = (&config.node, &config.transfer);
     let weights = weight_format(config.model.dtype);
-    let layout = match device {
-        NodeDevice::Cpu => cpu_layout(model, weights),
-        NodeDevice::Gpu { .. } => model.kv_layout(weights.kv_dtype()),
-    };
+    let layout = model.block_layout(weights.kv_dtype());
     let ranks = node.tp as usize;
     let shard = shard(node, model, 0);
     let kv_bytes = block_count_set(node, layout)?
         .map(|blocks| u64::from(blocks) * (layout.block_bytes() / ranks) as u64);
-    let sizes = ModelSizes::of(model, shard, weights);
+    let is_gpu = matches!(device, NodeDevice::Gpu { .. });
+    let sizes = ModelSizes::of(model, shard, weights, is_gpu);
     let device = match device {
         NodeDevice::Gpu { memory_bytes } if has_gpu_shadow(config) => {
             let taken = sizes.weights.saturating_add(chunk_memory(config));
@@ -237,7 +229,6 @@ pub(crate) fn executor_limits(
     node: &config::Node,
     sizes: BatchSizes,
     model: &ModelConfig,
-    groups: &KvGroups,
     blocks: u32,
 ) -> Result<ExecutorLimits, SettingsError> {
     let context_tokens = model.context_tokens;
@@ -248,6 +239,7 @@ pub(crate) fn executor_limits(
         Some(value) => value,
         None => u32::try_from(context_tokens).unwrap_or(u32::MAX),
     };
+    let groups = model.kv_groups();
     let pool_tokens = u32::try_from(groups.tokens(blocks as usize)).unwrap_or(u32::MAX);
     if pool_tokens == 0 {
         return Err(SettingsError::TooFewForGroups { blocks, groups: groups.count() });

@@ -25,7 +25,7 @@ use engine::executor::{
     cuda::{CudaExecutorError, CudaRank},
 };
 use kernels::{
-    KvArena, KvGroups, KvLayout,
+    KvArena, KvLayout,
     cpu::{CpuGroup, affinity},
     cuda::{IpcMemory, RankedKv},
     peer::PeerMemory,
@@ -101,17 +101,14 @@ pub(crate) fn start(
 ) -> Result<(RankGroup, Arc<KvArena>), NodeStartError> {
     let (model, of) = (checkpoint.config(), config.node.tp);
     let weights = settings::weight_format(config.model.dtype);
-    let (layout, groups) = match &gpus {
-        Some(_) => (model.kv_layout(weights.kv_dtype()), KvGroups::whole(model.layer_count)),
-        None => (settings::cpu_layout(model, weights), model.kv_groups()),
-    };
+    let (layout, groups) = (model.block_layout(weights.kv_dtype()), model.kv_groups());
     // On GPUs the default is as many blocks as fit.
     let blocks = match &gpus {
         Some(_) => settings::block_count_set(&config.node, layout)?.unwrap_or(u32::MAX),
         None => settings::block_count(&config.node, layout)?,
     };
     // An invalid setting is reported here once instead of by each rank.
-    settings::executor_limits(&config.node, sizes, model, &groups, blocks)?;
+    settings::executor_limits(&config.node, sizes, model, blocks)?;
     for name in sweep() {
         info!(
             owner = name.owner,
@@ -207,7 +204,7 @@ fn on_gpu(
 ) -> Result<(Box<dyn Executor>, Vec<u8>), NodeStartError> {
     let checkpoint = opened(config, start)?;
     let weights = settings::weight_format(config.model.dtype);
-    let layout = checkpoint.config().kv_layout(weights.kv_dtype());
+    let layout = checkpoint.config().block_layout(weights.kv_dtype());
     let shard = settings::shard(&config.node, checkpoint.config(), spec.rank as usize);
     CudaRank::open(region, shard)?.start(|rank| {
         let gpu = device::open_gpu(config, weights, Some(gpu))?;
@@ -240,7 +237,7 @@ fn on_cpu(
     let _confined = confined.map_err(NodeStartError::Affinity)?;
     let checkpoint = opened(config, start)?;
     let weights = settings::weight_format(config.model.dtype);
-    let layout = settings::cpu_layout(checkpoint.config(), weights);
+    let layout = checkpoint.config().block_layout(weights.kv_dtype());
     let bytes = region_bytes(layout, start.blocks, spec.of);
     let region = SharedRegion::open(region, bytes)?;
     let arena = KvArena::shared(layout, start.blocks, &region, arena_at(spec.of))?;

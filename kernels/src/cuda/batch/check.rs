@@ -7,7 +7,7 @@ use crate::{
         error::CudaError,
         plan::{Admission, KnownDrafts, StepRows},
     },
-    layout::BLOCK_TOKENS,
+    layout::NO_BLOCK,
     sampling::{LISTED_TOKENS_MAX, LOGIT_BIASES_MAX},
 };
 
@@ -17,7 +17,7 @@ impl DeviceBatch {
         let BatchLimits { slots, sequence_tokens, rows, samples, stops, vocabulary, .. } =
             self.limits;
         let blocks = self.memory.blocks.block_count();
-        let table = (sequence_tokens as usize).div_ceil(BLOCK_TOKENS);
+        let table = self.memory.groups.entries(sequence_tokens as usize);
         let check = |is_allowed: bool, what, value: u64, allowed| match is_allowed {
             true => Ok(()),
             false => Err(CudaError::Unsupported { what, value: value.to_string(), allowed }),
@@ -32,7 +32,8 @@ impl DeviceBatch {
         let tables = admissions.iter().map(|admission| (0, admission.blocks));
         let tables = tables.chain(extensions.iter().map(|e| (e.first as usize, e.blocks)));
         for (first, ids) in tables {
-            let block = ids.iter().map(|block| block.0).max().unwrap_or(0);
+            let ids_held = ids.iter().filter(|block| **block != NO_BLOCK);
+            let block = ids_held.map(|block| block.0).max().unwrap_or(0);
             check(block < blocks, "a block of the step", block.into(), "a block of the arena")?;
             let (length, allowed) = (first + ids.len(), "that of the longest sequence or less");
             check(length <= table, "a block table's length", length as u64, allowed)?;

@@ -8,13 +8,13 @@ use crate::{
         backend::CudaBackend,
         batch_memory::{BatchLimits, BatchMemory},
         error::CudaError,
-        ffi::{self, dtype_code},
+        ffi::{self, dtype_code, window_code},
         kv::DeviceKv,
         memory::{DeviceMemory, Range},
         plan,
         sample::{self, Sampler},
     },
-    layout::BLOCK_TOKENS,
+    layout::{GROUPS_MAX, KvGroups},
 };
 
 /// Words of a plan for the prompt tokens of admitted sequences, beyond the minimum.
@@ -37,9 +37,11 @@ pub(super) fn lay_out(
     memory: &DeviceMemory,
     backend: &CudaBackend,
     limits: &BatchLimits,
+    groups: &KvGroups,
 ) -> Result<Ranges, CudaError> {
     let input_words = input_words(limits);
-    let ranges = BatchArraySizes::of(limits).all().into_iter().map(|bytes| memory.cut(bytes));
+    let ranges =
+        BatchArraySizes::of(limits, groups).all().into_iter().map(|bytes| memory.cut(bytes));
     Ok((
         ranges.collect::<Result<_, _>>()?,
         [memory.cut(4 * input_words)?, memory.cut(4 * input_words)?],
@@ -57,13 +59,13 @@ pub(super) struct BatchArraySizes {
 }
 
 impl BatchArraySizes {
-    pub(super) fn of(limits: &BatchLimits) -> Self {
+    pub(super) fn of(limits: &BatchLimits, groups: &KvGroups) -> Self {
         let (slots, rows) = (limits.slots as usize, limits.rows as usize);
         let samples = limits.samples as usize;
         let tokens = limits.sequence_tokens as usize;
-        let table_width = tokens.div_ceil(BLOCK_TOKENS);
-        // Sequences may share blocks, and each sequence lists all of its blocks.
-        let pages = slots * table_width;
+        let table_width = groups.entries(tokens);
+        // Sequences may share blocks, and each sequence lists all of its blocks of a group.
+        let pages = slots * table_width / groups.count();
         let pool = [
             slots * size_of::<ffi::SlotState>(),
             slots * size_of::<ffi::SlotSampling>(),
@@ -75,11 +77,11 @@ impl BatchArraySizes {
         let step = [
             rows,
             rows,
-            rows,
+            groups.count() * rows,
             rows,
             slots + 1,
             slots + 1,
-            pages,
+            groups.count() * pages,
             slots,
             slots,
             slots,
@@ -102,19 +104,24 @@ impl BatchArraySizes {
         limits: &BatchLimits,
         ranges: Vec<Range>,
         blocks: Arc<DeviceKv>,
+        groups: KvGroups,
     ) -> BatchMemory {
         let at: Vec<ffi::Address> = ranges.iter().map(Range::address).collect();
         let layout = blocks.layout();
         let kv = ffi::Kv {
             base: blocks.data().address(),
             block_elements: layout.block_elements() as i64,
-            block_count: blocks.block_count() as i32 + 1,
+            block_count: (blocks.block_count() + DeviceKv::MORE_BLOCKS) as i32,
             layer_count: layout.layer_count as i32,
             head_count: layout.kv_head_count as i32,
             head_dim: layout.head_dim as i32,
             dtype: dtype_code(layout.dtype),
             reserved: 0,
         };
+        let mut windows = [0; GROUPS_MAX];
+        for (group, window) in windows.iter_mut().take(groups.count()).enumerate() {
+            *window = window_code(groups.window(group));
+        }
         let pool = ffi::SlotPool {
             slots: at[0],
             sampling: at[1],
@@ -126,8 +133,11 @@ impl BatchArraySizes {
             token_width: limits.sequence_tokens as i32,
             table_width: self.table_width as i32,
             stop_width: limits.stops as i32,
-            trash_block: blocks.block_count() as i32,
+            trash_block: blocks.trash_block() as i32,
             rule_width: sample::rule_words(limits) as i32,
+            zero_block: blocks.zero_block() as i32,
+            group_count: groups.count() as i32,
+            windows,
         };
         let step = ffi::StepArrays {
             row_tokens: at[6],
@@ -149,6 +159,7 @@ impl BatchArraySizes {
             pages_max: self.pages as i32,
             samples_max: limits.samples as i32,
         };
-        BatchMemory { kv, pool, step, blocks, _ranges: ranges }
+        let places = groups.places();
+        BatchMemory { kv, pool, step, blocks, groups, places, _ranges: ranges }
     }
 }

@@ -278,7 +278,8 @@ impl BatchShape {
             slots: sequences,
             step_tokens: STEP_TOKENS.max(sequences),
             sequence_tokens,
-            blocks: sequences * (sequence_tokens.div_ceil(BLOCK_TOKENS as u32) + 1),
+            blocks: sequences
+                * config.kv_groups().entries(sequence_tokens as usize + BLOCK_TOKENS) as u32,
             depth: 2,
             vocabulary: config.vocab_size as u32,
             speculation: None,
@@ -312,7 +313,7 @@ fn engine(
     let backend = CudaBackend::open(Some(&device.uuid), kernels.path().as_deref(), options)?;
     let context = Arc::clone(backend.context());
     let model = CudaModel::load(checkpoint, backend, &shape.limits, &mut |_| ())?;
-    let layout = checkpoint.config().kv_layout(weights.kv_dtype());
+    let layout = checkpoint.config().block_layout(weights.kv_dtype());
     let kv = DeviceKv::new(&context, layout, shape.limits.blocks)?;
     let arena = KvArena::remote(kv.clone())?;
     let mut executor = CudaExecutor::start(model, kv, &arena, shape.limits)?;
@@ -320,7 +321,7 @@ fn engine(
     let seeds =
         CacheSeeds { model_fingerprint: checkpoint.model_fingerprint()?, weight_version: 0 };
     let scheduler = Scheduler::new(SchedulerConfig::new(shape.limits), seeds)?;
-    Ok(StepLoop::new(scheduler, Box::new(executor)))
+    Ok(StepLoop::new(scheduler.with_kv_groups(executor.kv_groups()), Box::new(executor)))
 }
 
 /// State of the thread that runs forward passes.

@@ -288,6 +288,7 @@ impl EngineBench {
         let seeds =
             CacheSeeds { model_fingerprint: checkpoint.model_fingerprint()?, weight_version: 0 };
         let scheduler = Scheduler::new(SchedulerConfig::new(limits), seeds)?;
+        let scheduler = scheduler.with_kv_groups(executor.kv_groups());
         let load = started.elapsed();
         // A node does not measure the memory bandwidth when it starts.
         let bandwidth = parts.iter().find(|part| part.what == "bandwidth");
@@ -413,7 +414,8 @@ fn limits(args: &EngineArgs, config: &ModelConfig) -> Result<ExecutorLimits> {
         slots: batch_max,
         step_tokens,
         sequence_tokens,
-        blocks: batch_max * (sequence_tokens.div_ceil(BLOCK_TOKENS as u32) + 1),
+        blocks: batch_max
+            * config.kv_groups().entries(sequence_tokens as usize + BLOCK_TOKENS) as u32,
         depth: args.variant.depth,
         vocabulary: config.vocab_size as u32,
         speculation: None,
@@ -455,7 +457,7 @@ fn on_cpu(
         CpuBackend::new(CpuOptions { weights: args.dtype, threads, isa: args.variant.isa })?;
     let isa = backend.isa_name().to_owned();
     let read_stream = ReadStream::new(&backend, weight_bytes, threads);
-    let layout = checkpoint.config().kv_layout(args.dtype.kv_dtype());
+    let layout = checkpoint.config().block_layout(args.dtype.kv_dtype());
     let arena = KvArena::host(layout, limits.blocks)?;
     let (started, bar) = (Instant::now(), load_bar());
     let progress = &mut |progress| show(&bar, progress);
@@ -498,7 +500,7 @@ fn on_gpu(
     parts.push(StartPart::new("weights", model.times().weights));
     let tuned = tune::tune(&mut model, &limits, &args.variant)?;
     parts.push(lap("tune"));
-    let layout = checkpoint.config().kv_layout(args.dtype.kv_dtype());
+    let layout = checkpoint.config().block_layout(args.dtype.kv_dtype());
     let kv = DeviceKv::new(&context, layout, limits.blocks)?;
     let arena = KvArena::remote(kv.clone())?;
     parts.push(lap("kv"));

@@ -57,8 +57,8 @@ impl OpenedModel {
     }
 
     /// Returns the sizes of a node of one rank.
-    pub(super) fn sizes(&self) -> ModelSizes {
-        ModelSizes::of(&self.config, Shard::WHOLE, self.weights)
+    pub(super) fn sizes(&self, is_gpu: bool) -> ModelSizes {
+        ModelSizes::of(&self.config, Shard::WHOLE, self.weights, is_gpu)
     }
 
     /// Reports a node of one rank on a GPU of this compute capability, or on the CPU.

@@ -23,7 +23,7 @@ use std::{
 };
 
 use kernels::{
-    Dtype, KvArena, Shard, WeightFormat,
+    Dtype, KvArena, KvGroups, Shard, WeightFormat,
     arena::{StreamAccess, StreamStep},
     backend::{ExpertLoad, NormSpan},
     cuda::{
@@ -35,7 +35,7 @@ use kernels::{
     mxfp4::GROUP as MXFP4_GROUP,
     sampling::{Pooling, STOP_TOKENS_MAX},
 };
-use model::{FeedForward, LayerSpec, Mixer, ModelConfig, ModelError, Transformer};
+use model::{FeedForward, ModelConfig, ModelError, Transformer};
 
 use self::graphs::{CaptureTarget, Graphs};
 pub use self::kv_size::{KvRoom, KvShare, kv_blocks};
@@ -84,6 +84,7 @@ const COMMIT_MAX: Duration = Duration::from_secs(10);
 
 pub struct CudaExecutor {
     limits: ExecutorLimits,
+    kv_groups: KvGroups,
     model: Transformer<CudaBackend>,
     backend: CudaBackend,
     batch: DeviceBatch,
@@ -162,8 +163,10 @@ impl CudaExecutor {
         let speculation = limits.speculation;
         let speculation = speculation.map(|rules| Speculation { uniform: true, ..rules });
         let limits = ExecutorLimits { speculation, ..limits };
+        let kv_groups = model.config().kv_groups();
         check(model.config(), model.shard(), &kv, arena, limits)?;
-        let mut batch = DeviceBatch::new(&backend, kv, batch_limits(&limits, model.config()))?;
+        let sizes = batch_limits(&limits, model.config());
+        let mut batch = DeviceBatch::new(&backend, kv, kv_groups.clone(), sizes)?;
         let mut clock = DeviceClock::start(backend.context(), backend.compute())?;
         let parts = CaptureTarget {
             model: &mut model,
@@ -194,8 +197,9 @@ impl CudaExecutor {
             backend,
             batch,
             graphs,
-            access: StreamAccess::new(arena),
-            rows: DeviceRows::new(limits),
+            access: StreamAccess::new(arena, kv_groups.clone()),
+            rows: DeviceRows::new(limits, kv_groups.clone()),
+            kv_groups,
             launched: VecDeque::new(),
             collected: VecDeque::new(),
             awaiting: None,
@@ -364,8 +368,6 @@ impl CudaExecutor {
         let busy = finished.busy();
         let launched = self.launched.pop_front().expect("a result belongs to a launched step");
         let _collecting = self.backend.library().range(c"collect", launched.step_id);
-        // Releases the blocks before the result reports that their KV is written.
-        self.access.release(launched.blocks);
         let run = StepRun {
             dispatch: launched.dispatch,
             uploaded_bytes: finished.uploaded_bytes,
@@ -387,6 +389,10 @@ impl CudaExecutor {
             add_prompt_logprobs(row, scored);
             self.rows.collect(scheduled, row);
         }
+        // Releases the blocks before the result reports that their KV is written.
+        let rows_in_flight = &self.rows;
+        self.access
+            .release(launched.blocks, |slot, generation| rows_in_flight.computed(slot, generation));
         Ok(StepResult { step_id: launched.step_id, rows, busy, run })
     }
 }
@@ -452,6 +458,10 @@ impl Executor for CudaExecutor {
 
     fn limits(&self) -> ExecutorLimits {
         self.limits
+    }
+
+    fn kv_groups(&self) -> KvGroups {
+        self.kv_groups.clone()
     }
 
     fn waker(&self) -> CollectWaker {
@@ -611,15 +621,6 @@ pub fn check_sizes(
     (weights, compute): (WeightFormat, u32),
 ) -> Result<(), CudaExecutorError> {
     config.check_shard(shard)?;
-    let has_sinks = |layer: &LayerSpec| {
-        let Mixer::Attention(attention) = layer.mixer;
-        attention.has_sinks
-    };
-    if config.layers.iter().any(has_sinks) {
-        let (what, value) = ("the model's family", config.family.name().to_owned());
-        let allowed = "a family without attention sinks, or node.device = \"cpu\"";
-        return Err(CudaError::Unsupported { what, value, allowed }.into());
-    }
     if let Some(experts) = config.experts() {
         let unsupported = |what, value: String, allowed| {
             Err(CudaError::Unsupported { what, value, allowed }.into())
@@ -697,7 +698,8 @@ fn check(
     arena: &KvArena,
     limits: ExecutorLimits,
 ) -> Result<(), CudaExecutorError> {
-    let (found, wanted) = (kv.layout(), config.kv_layout_of(kv.layout().dtype, shard));
+    let whole = config.kv_layout_of(kv.layout().dtype, shard);
+    let (found, wanted) = (kv.layout(), config.kv_groups().block_layout(whole));
     if found != wanted || arena.layout() != found {
         return Err(ModelMismatch::Layout { found, wanted }.into());
     }
@@ -739,16 +741,5 @@ mod tests {
             let error = refusal(experts, chosen, weights, compute);
             assert!(error.ends_with(expected), "{error}");
         }
-    }
-
-    #[test]
-    fn attention_sinks_are_refused() {
-        let config = "../model/tests/fixtures/architectures/gpt_oss/config.json";
-        let config = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(config);
-        let checkpoint = Checkpoint::open(config, LoadFormat::Dummy { seed: 1 }).unwrap();
-        let error = check_sizes(checkpoint.config(), Shard::WHOLE, (WeightFormat::Bf16, 90));
-        assert!(error.unwrap_err().to_string().ends_with(
-            "the model's family is gpt_oss; expected a family without attention sinks, or node.device = \"cpu\""
-        ));
     }
 }

@@ -66,8 +66,9 @@ pub(super) fn start(args: &EngineArgs, checkpoint: &Checkpoint) -> Result<Loaded
     sweep();
     let region = SharedRegion::create(&name, CudaRank::region_bytes(args.tp as usize))?;
     let region_name = name.file_name().into_bytes();
-    let mut group =
-        RankGroup::start(GroupSettings::new(epoch, args.tp, region_name), RankSpec::command)?;
+    let kv_groups = checkpoint.config().kv_groups();
+    let settings = GroupSettings { kv_groups, ..GroupSettings::new(epoch, args.tp, region_name) };
+    let mut group = RankGroup::start(settings, RankSpec::command)?;
     region.unlink();
     group.set_polling(args.variant.poll);
     let parts = vec![bandwidth, StartPart::new("ranks", begun.elapsed())];
@@ -106,7 +107,7 @@ fn load(args: &EngineArgs, spec: &RankSpec, rank: &mut CudaRank) -> Result<CudaE
     bar.iter().for_each(indicatif::ProgressBar::finish_and_clear);
     // All ranks have the same GEMM shapes and tune at the same time.
     tune::tune(&mut model, &limits, &args.variant)?;
-    let layout = checkpoint.config().kv_layout(args.dtype.kv_dtype());
+    let layout = checkpoint.config().block_layout(args.dtype.kv_dtype());
     let layout = layout.with_heads(layout.kv_head_count / spec.of as usize);
     let kv = DeviceKv::new(&context, layout, limits.blocks)?;
     let arena = KvArena::remote(kv.clone())?;

@@ -1,7 +1,7 @@
 //! Rows whose tokens stay on a device: the host knows their number.
 
 use super::{Batch, RowTokens, ScheduledRow};
-use crate::plan::Slot;
+use crate::plan::{Generation, Slot};
 
 /// Number of tokens on the device after the steps launched so far, if every draft token is
 /// accepted.
@@ -10,11 +10,13 @@ pub(crate) struct TokenCount {
     most: usize,
     /// Draft tokens of steps in flight, included in `most`. Their acceptance is unknown.
     unknown: usize,
+    /// Tokens whose KV the steps in flight compute, draft tokens included.
+    in_flight: usize,
 }
 
 impl RowTokens for TokenCount {
     fn admitted(tokens: &[u32]) -> Self {
-        Self { most: tokens.len(), unknown: 0 }
+        Self { most: tokens.len(), unknown: 0, in_flight: 0 }
     }
 
     fn count(&self) -> usize {
@@ -47,19 +49,37 @@ impl Batch<TokenCount> {
         row.position += scheduled.draft_count;
     }
 
-    /// Records how many draft tokens of a row the device accepted. Does nothing if the sequence
-    /// has left its slot.
-    pub(crate) fn drafts_accepted(&mut self, scheduled: &ScheduledRow, accepted: usize) {
-        let ScheduledRow { slot, generation, draft_count, is_late, .. } = *scheduled;
+    /// Records that a row's part of the current step is launched.
+    pub(crate) fn launched(&mut self, scheduled: &ScheduledRow) {
+        self.row_mut(scheduled.slot).tokens.in_flight += scheduled.token_count;
+    }
+
+    /// Records that a row of the current step does not sample, because its bitmask was late.
+    pub(crate) fn withdrawn(&mut self, scheduled: &ScheduledRow) {
+        self.row_mut(scheduled.slot).tokens.in_flight -= 1 + scheduled.draft_count;
+    }
+
+    /// Records that a row's part of a step is done, and how many of its draft tokens the device
+    /// accepted. Does nothing if the sequence has left its slot.
+    pub(crate) fn collected(&mut self, scheduled: &ScheduledRow, accepted: usize) {
+        let ScheduledRow { slot, generation, token_count, draft_count, is_late, .. } = *scheduled;
+        let occupant = self.rows[slot.0 as usize].as_mut();
+        let Some(row) = occupant.filter(|row| row.generation == generation) else { return };
         if is_late {
+            row.tokens.in_flight -= token_count - 1 - draft_count;
             return;
         }
-        let occupant = self.rows[slot.0 as usize].as_mut();
-        if let Some(row) = occupant.filter(|row| row.generation == generation) {
-            row.tokens.unknown -= draft_count;
-            row.tokens.most -= draft_count - accepted;
-            row.position -= draft_count - accepted;
-        }
+        row.tokens.in_flight -= token_count;
+        row.tokens.unknown -= draft_count;
+        row.tokens.most -= draft_count - accepted;
+        row.position -= draft_count - accepted;
+    }
+
+    /// Returns the position up to which the KV of a sequence is computed by the collected steps,
+    /// or `None` if the sequence has left its slot.
+    pub(crate) fn computed(&self, slot: Slot, generation: Generation) -> Option<usize> {
+        let row = self.rows[slot.0 as usize].as_ref()?;
+        (row.generation == generation).then(|| row.position - row.tokens.in_flight)
     }
 
     /// Returns the draft tokens of a row in steps in flight.

@@ -11,7 +11,7 @@
 use std::time::Instant;
 
 use kernels::{
-    BLOCK_TOKENS, BlockId,
+    BlockId,
     cuda::{
         Admission, CudaBackend, CudaError, DeviceBatch, DeviceClock, Drafts, Graph, StepInput,
         StepRows,
@@ -51,7 +51,8 @@ pub(super) struct CaptureTarget<'a> {
 impl CaptureTarget<'_> {
     /// Prefills one prompt of `tokens` tokens in the first slot.
     fn prefill(&mut self, tokens: u32) -> Result<(), CudaError> {
-        let blocks: Vec<_> = (0..tokens.div_ceil(BLOCK_TOKENS as u32)).map(BlockId).collect();
+        let entries = self.model.config().kv_groups().entries(tokens as usize);
+        let blocks: Vec<_> = (0..entries as u32).map(BlockId).collect();
         let admission = Admission {
             slot: 0,
             tokens: &vec![0; tokens as usize],
@@ -94,7 +95,8 @@ impl Graphs {
     ) -> Result<Self, CudaError> {
         let started = Instant::now();
         let longest = limits.step_tokens.min(limits.sequence_tokens);
-        let longest = longest.min(limits.blocks.saturating_mul(BLOCK_TOKENS as u32));
+        let groups = parts.model.config().kv_groups();
+        let longest = longest.min(groups.tokens(limits.blocks as usize) as u32);
         for tokens in [longest, longest.min(32)] {
             parts.prefill(tokens)?;
         }

@@ -1,6 +1,6 @@
 //! Number of KV blocks that fit on a GPU.
 
-use kernels::{BLOCK_TOKENS, KvLayout};
+use kernels::{KvGroups, KvLayout, cuda::DeviceKv};
 
 use super::CudaExecutorError;
 
@@ -24,14 +24,14 @@ pub struct KvRoom {
     pub batch: u64,
 }
 
-/// Returns the blocks that fit into the share, or into the free memory if other processes use more.
+/// Returns the blocks of this layout, with the layers of one KV group, that fit into the share, or into the free memory if other processes use more.
 ///
 /// # Errors
 /// When the blocks hold fewer than `tokens_min` tokens.
 pub fn kv_blocks(
     room: KvRoom,
     share: KvShare,
-    layout: KvLayout,
+    (layout, groups): (KvLayout, &KvGroups),
     tokens_min: u32,
 ) -> Result<u32, CudaExecutorError> {
     let KvRoom { total, taken, free, batch } = room;
@@ -40,15 +40,15 @@ pub fn kv_blocks(
     let left = share_bytes.saturating_sub(taken).min(free.saturating_sub(batch));
     let left = left.saturating_sub(share.reserve);
     let block_bytes = layout.checked_block_bytes().map_or(u64::MAX, |bytes| bytes as u64);
-    // One more block, for the padding rows of CUDA graphs.
-    let blocks = (left / block_bytes.max(1)).saturating_sub(1).min(BLOCKS_MAX);
-    let blocks_min = u64::from(tokens_min.div_ceil(BLOCK_TOKENS as u32)).max(2);
+    let more = u64::from(DeviceKv::MORE_BLOCKS);
+    let blocks = (left / block_bytes.max(1)).saturating_sub(more).min(BLOCKS_MAX);
+    let blocks_min = (groups.entries(tokens_min as usize) as u64).max(2);
     if blocks < blocks_min {
         return Err(CudaExecutorError::KvTooSmall {
             left,
             free,
             tokens: tokens_min,
-            wanted: (blocks_min + 1).saturating_mul(block_bytes),
+            wanted: (blocks_min + more).saturating_mul(block_bytes),
         });
     }
     Ok(blocks as u32)
@@ -92,21 +92,23 @@ mod tests {
             (room(16, 23, 1), share(20, 1), 10),
         ];
         for (room, share, gib) in cases {
-            let blocks = kv_blocks(room, share, LAYOUT, 16).unwrap();
-            assert_eq!(u64::from(blocks), gib * 512 - 1, "{room:?} {share:?}");
+            let blocks = kv_blocks(room, share, (LAYOUT, &KvGroups::default()), 16).unwrap();
+            assert_eq!(u64::from(blocks), gib * 512 - 2, "{room:?} {share:?}");
         }
         let small = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 2, ..LAYOUT };
-        let blocks = kv_blocks(room(0, 139, 0), share(90, 0), small, 16).unwrap();
+        let blocks =
+            kv_blocks(room(0, 139, 0), share(90, 0), (small, &KvGroups::default()), 16).unwrap();
         assert_eq!(u64::from(blocks), BLOCKS_MAX);
     }
 
     #[test]
     fn memory_for_less_than_one_sequence_is_rejected_with_the_sizes() {
-        // 1 GiB: 511 blocks, 8,176 tokens.
-        let one = |percent, tokens| kv_blocks(room(16, 2, 1), share(percent, 0), LAYOUT, tokens);
-        assert_eq!(one(90, 8_176).unwrap(), 511);
-        let error = one(90, 8_177).unwrap_err().to_string();
-        let sizes = ["8177 tokens", "1075838976", "1073741824", "2147483648"];
+        // 1 GiB: 510 blocks and the two more, 8,160 tokens.
+        let layout = (LAYOUT, &KvGroups::default());
+        let one = |percent, tokens| kv_blocks(room(16, 2, 1), share(percent, 0), layout, tokens);
+        assert_eq!(one(90, 8_160).unwrap(), 510);
+        let error = one(90, 8_161).unwrap_err().to_string();
+        let sizes = ["8161 tokens", "1075838976", "1073741824", "2147483648"];
         // The buffers of the batch take memory for each slot and each token of a step.
         let settings = ["node.gpu_memory_percent", "node.slots", "node.step_tokens"];
         for word in sizes.into_iter().chain(settings) {
@@ -115,6 +117,6 @@ mod tests {
         // The share is used up already.
         assert!(one(12, 1).is_err());
         let empty = room(0, 0, 1);
-        assert!(kv_blocks(empty, share(90, 1), LAYOUT, 1).is_err());
+        assert!(kv_blocks(empty, share(90, 1), layout, 1).is_err());
     }
 }

@@ -110,14 +110,14 @@ impl CudaModel {
         share: KvShare,
         tokens_min: u32,
     ) -> Result<u32, CudaExecutorError> {
-        let context = self.backend.context();
+        let (context, config) = (self.backend.context(), self.model.config());
+        let groups = config.kv_groups();
         let room = KvRoom {
             total: context.device().memory_bytes,
             taken: context.taken_bytes(),
             free: context.free_bytes()?,
-            batch: DeviceBatch::bytes(&self.backend, &batch_limits(limits, self.model.config()))
-                as u64,
+            batch: DeviceBatch::bytes(&self.backend, &batch_limits(limits, config), &groups) as u64,
         };
-        kv_blocks(room, share, layout, tokens_min)
+        kv_blocks(room, share, (layout, &groups), tokens_min)
     }
 }

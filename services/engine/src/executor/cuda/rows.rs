@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use kernels::{
-    BLOCK_TOKENS,
+    KvGroups,
     arena::RowBlocks,
     cuda::StepRows,
     sampling::{
@@ -16,7 +16,7 @@ use super::super::{
     ExecutorError, ExecutorLimits,
     batch::{Batch, ScheduledRow, TokenCount},
 };
-use crate::plan::{AdmittedRow, RowFailure, RowMask, RowResult, Slot, StepPlan};
+use crate::plan::{AdmittedRow, Generation, RowFailure, RowMask, RowResult, Slot, StepPlan};
 
 /// Upper bound on the top log-probabilities of a row.
 const LOGPROBS_MAX: usize = 32;
@@ -60,11 +60,12 @@ pub(super) type SampleMask = (u32, Option<Arc<TokenMask>>);
 #[derive(Debug)]
 pub(super) struct DeviceRows {
     batch: Batch<TokenCount>,
+    kv_groups: KvGroups,
 }
 
 impl DeviceRows {
-    pub(super) fn new(limits: ExecutorLimits) -> Self {
-        Self { batch: Batch::new(limits) }
+    pub(super) fn new(limits: ExecutorLimits, kv_groups: KvGroups) -> Self {
+        Self { batch: Batch::new(limits).with_kv_groups(kv_groups.clone()), kv_groups }
     }
 
     /// Applies the diff and advances the rows of the step. With `verified` above 0, the device
@@ -90,6 +91,7 @@ impl DeviceRows {
                     format!("slot {slot} has {count} draft tokens; a step of its rows has {most}");
                 return Err(ExecutorError::BadPlan { step_id, reason });
             }
+            self.batch.launched(row);
             let samples = match self.batch.row(row.slot).scores_prompt(row) {
                 true => row.token_count,
                 false => usize::from(row.samples) + row.draft_count,
@@ -134,9 +136,15 @@ impl DeviceRows {
         Ok(step)
     }
 
-    /// Applies the number of accepted draft tokens of a row.
+    /// Records that a row's part of a step is done.
     pub(super) fn collect(&mut self, scheduled: &ScheduledRow, result: &RowResult) {
-        self.batch.drafts_accepted(scheduled, result.tokens.len().saturating_sub(1));
+        self.batch.collected(scheduled, result.tokens.len().saturating_sub(1));
+    }
+
+    /// Returns the position from which on the steps in flight compute a sequence; 0 if the sequence
+    /// has left its slot.
+    pub(super) fn computed(&self, slot: u32, generation: Generation) -> usize {
+        self.batch.computed(Slot(slot), generation).unwrap_or(0)
     }
 
     /// Returns whether the lengths of rows depend on draft tokens of steps in flight.
@@ -155,8 +163,8 @@ impl DeviceRows {
             RowBlocks {
                 slot: sequence.slot,
                 generation: row.generation,
-                table: &row.blocks[..(start + count).div_ceil(BLOCK_TOKENS)],
-                first_written: *position_min as usize / BLOCK_TOKENS,
+                table: &row.blocks[..self.kv_groups.entries(start + count)],
+                position_min: *position_min as usize,
             }
         })
     }
@@ -170,6 +178,9 @@ impl DeviceRows {
         samples: &[RowSamples],
     ) -> Result<Vec<SampleMask>, String> {
         self.batch.supply(scheduled, masks)?;
+        for late in scheduled.iter().filter(|row| row.is_late) {
+            self.batch.withdrawn(late);
+        }
         self.sample(scheduled);
         let (mut end, mut masks) = (0, Vec::new());
         for (scheduled, samples) in scheduled.iter().zip(samples) {
@@ -263,6 +274,10 @@ mod tests {
         speculation: None,
     };
 
+    fn new(limits: ExecutorLimits) -> DeviceRows {
+        DeviceRows::new(limits, KvGroups::default())
+    }
+
     fn admitted(slot: u32, tokens: usize, computed: u32, blocks: &[u32]) -> AdmittedRow {
         AdmittedRow {
             slot: Slot(slot),
@@ -285,22 +300,22 @@ mod tests {
         StepPlan { step_id: 5, admitted, rows, ..StepPlan::default() }
     }
 
-    /// Returns slot, block table and first block to be written of each row.
+    /// Returns slot, block table and least position of each row.
     fn used(rows: &DeviceRows, step: &DeviceStep) -> Vec<(u32, Vec<u32>, usize)> {
         let ids = |row: &RowBlocks<'_>| row.table.iter().map(|block| block.0).collect();
         let used = rows.blocks(step);
-        used.map(|row| (row.slot, ids(&row), row.first_written)).collect()
+        used.map(|row| (row.slot, ids(&row), row.position_min)).collect()
     }
 
     #[test]
     fn steps_are_planned_without_the_sampled_tokens() {
-        let mut rows = DeviceRows::new(LIMITS);
+        let mut rows = new(LIMITS);
         let first = plan(
             vec![admitted(0, 30, 16, &[3, 1]), admitted(1, 5, 0, &[2])],
             vec![row(0, 14, true), row(1, 3, false)],
         );
         let step = rows.apply(&first, 0).unwrap();
-        assert_eq!(used(&rows, &step), [(0, vec![3, 1], 1), (1, vec![2], 0)]);
+        assert_eq!(used(&rows, &step), [(0, vec![3, 1], 16), (1, vec![2], 0)]);
         assert_eq!(step.wants_logprobs, [false]);
         let part = |slot, position, rows, samples| StepRows { slot, position, rows, samples };
         assert_eq!(step.sequences, [part(0, 16, 14, 1), part(1, 0, 3, 0)]);
@@ -312,12 +327,12 @@ mod tests {
         let step = rows.apply(&second, 0).unwrap();
         assert_eq!(step.extended, [(0, 2)]);
         assert_eq!(step.sequences, [part(0, 30, 1, 1), part(1, 3, 2, 1)]);
-        assert_eq!(used(&rows, &step), [(0, vec![3, 1], 1), (1, vec![2], 0)]);
+        assert_eq!(used(&rows, &step), [(0, vec![3, 1], 30), (1, vec![2], 3)]);
     }
 
     #[test]
     fn lengths_are_upper_bounds_until_the_accepted_draft_tokens_are_known() {
-        let mut rows = DeviceRows::new(ExecutorLimits { speculation: Some(SPECULATION), ..LIMITS });
+        let mut rows = new(ExecutorLimits { speculation: Some(SPECULATION), ..LIMITS });
         let first = plan(vec![admitted(0, 30, 16, &[3, 1, 5])], vec![row(0, 14, true)]);
         rows.apply(&first, 0).unwrap();
         let drafting = |drafts_max| StepPlan {
@@ -328,13 +343,13 @@ mod tests {
         let second = rows.apply(&drafting(4), 5).unwrap();
         assert_eq!(second.sequences, [part(30, 5)]);
         assert_eq!((second.wants_logprobs.len(), second.scheduled[0].draft_count), (5, 4));
-        assert_eq!(used(&rows, &second), [(0, vec![3, 1, 5], 1)]);
+        assert_eq!(used(&rows, &second), [(0, vec![3, 1, 5], 30)]);
         assert!(rows.has_unknown());
         // The third step is launched before the second is collected. It may begin 4 tokens earlier,
         // in the previous block.
         let third = rows.apply(&drafting(2), 3).unwrap();
         assert_eq!(third.sequences, [part(35, 3)]);
-        assert_eq!(used(&rows, &third), [(0, vec![3, 1, 5], 1)]);
+        assert_eq!(used(&rows, &third), [(0, vec![3, 1, 5], 31)]);
         let collect = |rows: &mut DeviceRows, step: &DeviceStep, tokens: usize| {
             let mut result = rows.unsampled(&step.scheduled[0]);
             result.tokens = vec![SampledToken { id: 9, logprobs: None, pooled: None }; tokens];
@@ -347,7 +362,7 @@ mod tests {
         assert!(!rows.has_unknown());
         let next = rows.apply(&plan(vec![], vec![row(0, 1, true)]), 0).unwrap();
         assert_eq!(next.sequences, [part(30 + 2 + 3, 1)]);
-        assert_eq!(used(&rows, &next), [(0, vec![3, 1, 5], 2)]);
+        assert_eq!(used(&rows, &next), [(0, vec![3, 1, 5], 35)]);
         // A step of an occupant that has left changes nothing.
         let last = rows.apply(&drafting(2), 3).unwrap();
         let newer = AdmittedRow { generation: 2, ..admitted(0, 5, 0, &[0]) };
@@ -363,7 +378,7 @@ mod tests {
 
     #[test]
     fn a_row_that_the_device_cannot_sample_fails_alone() {
-        let mut rows = DeviceRows::new(LIMITS);
+        let mut rows = new(LIMITS);
         let bad = |sampling| AdmittedRow { sampling, ..admitted(0, 5, 0, &[0]) };
         for sampling in [
             Sampling { temperature: f32::NAN, ..Sampling::greedy() },
@@ -391,13 +406,13 @@ mod tests {
             let again =
                 StepPlan { released, ..plan(vec![admitted(0, 5, 0, &[0])], vec![row(0, 5, true)]) };
             assert_eq!(rows.apply(&again, 0).unwrap().sequences.len(), 1);
-            rows = DeviceRows::new(LIMITS);
+            rows = new(LIMITS);
         }
     }
 
     #[test]
     fn as_many_stop_tokens_as_a_request_may_have_are_sampled_with() {
-        let mut rows = DeviceRows::new(LIMITS);
+        let mut rows = new(LIMITS);
         let stop_token_ids = vec![1; STOP_TOKENS_MAX];
         let sampling = Sampling { min_tokens: 1, stop_token_ids, ..Sampling::greedy() };
         let occupant = AdmittedRow { sampling, ..admitted(0, 5, 0, &[0]) };
@@ -407,7 +422,7 @@ mod tests {
 
     #[test]
     fn bitmasks_of_a_failed_row_disturb_no_other_row() {
-        let mut rows = DeviceRows::new(LIMITS);
+        let mut rows = new(LIMITS);
         let sampling = Sampling { temperature: f32::NAN, ..Sampling::greedy() };
         let failed = AdmittedRow { sampling, constrained: true, ..admitted(0, 5, 0, &[0]) };
         let other = AdmittedRow { constrained: true, ..admitted(1, 5, 0, &[1]) };
@@ -423,12 +438,12 @@ mod tests {
 
     #[test]
     fn a_constrained_row_without_its_bitmask_computes_its_last_token_again() {
-        let mut rows = DeviceRows::new(LIMITS);
+        let mut rows = new(LIMITS);
         let occupant = AdmittedRow { constrained: true, ..admitted(0, 5, 0, &[0]) };
         let rejected = rows.apply(&plan(vec![occupant.clone()], vec![row(0, 5, true)]), 0);
         assert!(rejected.unwrap_err().to_string().contains("the step awaits no bitmasks"));
 
-        let mut rows = DeviceRows::new(LIMITS);
+        let mut rows = new(LIMITS);
         let both = vec![occupant, admitted(1, 3, 0, &[1])];
         let both = plan(both, vec![row(0, 5, true), row(1, 3, true)]);
         let mut step = rows.apply(&StepPlan { awaits_masks: true, ..both }, 0).unwrap();
@@ -457,7 +472,7 @@ mod tests {
 
     #[test]
     fn draft_tokens_of_the_plan_are_verified_up_to_the_last_bitmask() {
-        let mut rows = DeviceRows::new(ExecutorLimits { speculation: Some(SPECULATION), ..LIMITS });
+        let mut rows = new(ExecutorLimits { speculation: Some(SPECULATION), ..LIMITS });
         let occupant = AdmittedRow { constrained: true, ..admitted(0, 30, 29, &[3, 1, 5]) };
         let drafting = |admitted| StepPlan {
             awaits_masks: true,
@@ -474,7 +489,7 @@ mod tests {
             (&step.sequences[..], &step.drafts[..]),
             (&[three(29)][..], &[(Slot(0), 30)][..])
         );
-        assert_eq!(used(&rows, &step), [(0, vec![3, 1], 1)]);
+        assert_eq!(used(&rows, &step), [(0, vec![3, 1], 29)]);
         let allowed = Arc::new(TokenMask::new(vec![1], LIMITS.vocabulary));
         let mask = RowMask { slot: Slot(0), length: 30, allowed };
         let masks = rows.supply(&mut step.scheduled, vec![mask], &step.samples).unwrap();
@@ -521,7 +536,7 @@ mod tests {
                 "1 draft tokens are planned",
             ),
         ] {
-            let error = DeviceRows::new(LIMITS).apply(&plan, 0).unwrap_err().to_string();
+            let error = new(LIMITS).apply(&plan, 0).unwrap_err().to_string();
             assert!(error.contains(reason), "{error:?} lacks {reason:?}");
         }
     }
