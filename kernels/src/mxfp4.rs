@@ -31,26 +31,32 @@ pub(crate) fn packed_bytes(rows: usize, cols: usize) -> usize {
     rows.div_ceil(CHUNK) * tile_bytes(cols)
 }
 
-/// Returns a word for each byte: the low half of the word has the number in the low half of the
-/// byte, and the high half the other number. In each half of the word the sign is at bit `sign`,
-/// and the other bits of the number begin at bit `rest`.
-const fn spread(sign: u32, rest: u32) -> [u32; 256] {
+/// Returns a word for each byte. `bits` are the places in the word of the bits of the number in the
+/// low half of the byte, the sign first. The other number's bits are 16 further, modulo 32.
+const fn spread(bits: [u32; 4]) -> [u32; 256] {
     let mut words = [0; 256];
     let mut byte = 0;
     while byte < 256 {
-        let (low, high) = (byte & 15, byte >> 4);
-        let of_low = (low >> 3) << sign | (low & 7) << rest;
-        let of_high = (high >> 3) << sign | (high & 7) << rest;
-        words[byte as usize] = of_low | of_high << 16;
+        let mut word = 0;
+        let mut at = 0;
+        while at < 4 {
+            word |= (byte >> (3 - at) & 1) << bits[at];
+            word |= (byte >> (7 - at) & 1) << ((bits[at] + 16) % 32);
+            at += 1;
+        }
+        words[byte as usize] = word;
         byte += 1;
     }
     words
 }
 
 /// The four fields of a word, each for one byte (two neighbouring columns): of a row, of the row
-/// eight below, and of the same two rows eight columns to the right.
+/// eight below, and of the same two rows eight columns to the right. The first field has its
+/// numbers where bf16 has sign, exponent and mantissa. Rotations by 10 and 13 bits to the left move
+/// the second and the third there, and shifts by 2, 7 and 12 bits move the bits of the fourth.
 /// `kernels/cuda/experts/mxfp4_gemm.cu` reads these fields.
-static FIELDS: [[u32; 256]; 4] = [spread(15, 6), spread(12, 3), spread(14, 0), spread(13, 9)];
+static FIELDS: [[u32; 256]; 4] =
+    [spread([15, 8, 7, 6]), spread([5, 30, 29, 28]), spread([2, 27, 26, 25]), spread([3, 1, 0, 4])];
 
 /// Packs tile `tile` (64 rows) of a matrix stored in MXFP4 with this number of
 /// [parts](RowSource::mxfp4_parts). Rows of two parts alternate: eight rows of the first part, then
@@ -147,13 +153,13 @@ mod tests {
 
     /// Returns the numbers of a word as the kernel finds them: fields, then halves.
     fn numbers_of(word: u32) -> [[u32; 2]; 4] {
-        const SIGN: u32 = 0x8000_8000;
-        const REST: u32 = 0x01c0_01c0;
+        const FIELD: u32 = 0x81c0_81c0;
+        const MOVES: u32 = 1 << 2 | 1 << 7 | 1 << 12;
         let fields = [
-            word & (SIGN | REST),
-            word << 3 & (SIGN | REST),
-            word << 6 & REST | word << 1 & SIGN,
-            word >> 3 & REST | word << 2 & SIGN,
+            word & FIELD,
+            word.rotate_left(10) & FIELD,
+            word.rotate_left(13) & FIELD,
+            (word & 0x001b_001b).wrapping_mul(MOVES) & FIELD,
         ];
         fields
             .map(|pair| [pair & 0xffff, pair >> 16].map(|half| (half >> 15) << 3 | (half >> 6 & 7)))
