@@ -1,9 +1,10 @@
 // Routing of a mixture of experts: the experts of each row, the list of rows of each expert, and the weighted sum of
 // the experts' outputs.
 //
-// Few rows: a cluster of 8 CTAs computes the logits of 16 rows, each CTA those of some experts, and each CTA chooses the
-// experts of two rows. The CTA that arrives last lists the assignments; the list does not depend on the order of
-// arrival. Many rows: cuBLAS computes the logits, one warp per row chooses, and one CTA per expert lists the rows.
+// Few rows: a cluster of 8 CTAs computes the logits of 16 rows, each CTA those of some experts. Further warps compute
+// the scales of the rows and split the rows into FP8 numbers meanwhile. With one cluster its first CTA chooses the experts
+// of all rows and lists the assignments. Else each CTA chooses the experts of two rows, and the CTA that arrives last lists
+// the assignments; the list does not depend on the order of arrival. Many rows: cuBLAS computes the logits, one warp per row chooses, and one CTA per expert lists the rows.
 #include "experts.h"
 
 #include "device.cuh"
@@ -14,11 +15,14 @@ namespace {
 
 constexpr int kCluster = 8, kTileRows = 16;
 constexpr int kRowsOfCta = kTileRows / kCluster;
-constexpr int kRouteWarps = 8, kListWarps = 32;
+// Warps of the CTAs that choose few rows: those that compute logits, and those that split rows of x.
+constexpr int kMathWarps = 8, kSplitWarps = 4, kRouteWarps = kMathWarps + kSplitWarps;
+constexpr int kListWarps = 32;
+constexpr int kRankedMax = 256;  // assignments of which a CTA compares all pairs
 constexpr int kOwned = BATON_EXPERTS_MAX / WARP;  // experts of a lane, at most
 constexpr float kSumMin = 1e-20f, kSoftmaxSumMin = 1e-12f;  // prevent a division by zero, as on CPUs
 constexpr int kSigmoid = 1, kBiasedSoftmax = 2;  // values of baton_route_args.score
-constexpr int kAssignmentsMax = kRouteWarps * UINT16_MAX;  // a warp counts its part in 16 bits
+constexpr int kAssignmentsMax = kMathWarps * UINT16_MAX;  // a warp counts its part in 16 bits
 
 // ---- Choice of experts ----
 
@@ -28,8 +32,13 @@ __device__ __forceinline__ unsigned key_of(float value) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
+// Returns whether scores are those of a softmax without biases and groups. Then little code has to be loaded.
+__host__ __device__ __forceinline__ bool is_plain(const baton_route_args& p) {
+  return p.score == 0 && !p.bias && p.groups == 1;
+}
+
 // One warp turns the logits of a row into scores. OWNED: experts of a lane.
-template <int OWNED>
+template <int OWNED, bool PLAIN>
 __device__ __forceinline__ void find_scores(const baton_route_args& p, const float* logits, float (&scores)[OWNED]) {
   const int lane = threadIdx.x % WARP;
   float greatest = -INFINITY;
@@ -37,10 +46,10 @@ __device__ __forceinline__ void find_scores(const baton_route_args& p, const flo
   for (int i = 0; i < OWNED; ++i) {
     const int expert = i * WARP + lane;
     scores[i] = expert < p.experts ? logits[expert] : -INFINITY;
-    if (p.score == kBiasedSoftmax && p.bias && expert < p.experts) scores[i] += p.bias[expert];
+    if (!PLAIN && p.score == kBiasedSoftmax && p.bias && expert < p.experts) scores[i] += p.bias[expert];
     greatest = fmaxf(greatest, scores[i]);
   }
-  if (p.score == kSigmoid) {
+  if (!PLAIN && p.score == kSigmoid) {
 #pragma unroll
     for (int i = 0; i < OWNED; ++i) {
       const float power = expf(-fabsf(scores[i]));
@@ -55,9 +64,9 @@ __device__ __forceinline__ void find_scores(const baton_route_args& p, const flo
     scores[i] = i * WARP + lane < p.experts ? expf(scores[i] - greatest) : 0.f;
     sum += scores[i];
   }
-  sum = warp_sum(sum);
+  const float inverse = 1.f / warp_sum(sum);
 #pragma unroll
-  for (int i = 0; i < OWNED; ++i) scores[i] /= sum;
+  for (int i = 0; i < OWNED; ++i) scores[i] *= inverse;
 }
 
 // Sets the keys of experts outside of the chosen groups to 0. Chosen are the groups with the greatest sums of their two
@@ -90,39 +99,85 @@ __device__ __forceinline__ void keep_groups(const baton_route_args& p, const flo
   }
 }
 
+// An expert in the order of choice: by falling key, then by rising number. Key 0: in no chosen group, or no expert.
+struct Candidate {
+  unsigned key;
+  int expert;
+  float score;
+};
+
+// Swaps neighbours of which the second is greater. Equal ones stay in the order of their numbers.
+__device__ __forceinline__ void sort_pair(Candidate& a, Candidate& b) {
+  const bool swaps = b.key > a.key;
+  const Candidate first = swaps ? b : a;
+  b = swaps ? a : b;
+  a = first;
+}
+
 // One warp chooses the experts of a row and overwrites the row's logits. Lane i returns the expert of slot i.
-template <int OWNED>
+template <int OWNED, bool PLAIN>
 __device__ int choose(const baton_route_args& p, float* logits, int row) {
   const int lane = threadIdx.x % WARP;
   float scores[OWNED], biased[OWNED];
-  find_scores(p, logits, scores);
-  // Keys have the order of score plus bias. 0: chosen before, in no chosen group, or no expert.
+  find_scores<OWNED, PLAIN>(p, logits, scores);
   unsigned keys[OWNED];
 #pragma unroll
   for (int i = 0; i < OWNED; ++i) {
     const int expert = i * WARP + lane;
-    const bool has_bias = p.bias && p.score != kBiasedSoftmax && expert < p.experts;
+    const bool has_bias = !PLAIN && p.bias && p.score != kBiasedSoftmax && expert < p.experts;
     biased[i] = scores[i] + (has_bias ? p.bias[expert] : 0.f);
     keys[i] = expert < p.experts ? key_of(biased[i]) : 0;
   }
-  if (p.groups > 1) keep_groups(p, biased, logits, keys);
+  if (!PLAIN && p.groups > 1) keep_groups(p, biased, logits, keys);
   int expert = 0;
   float weight = 0.f;
-  for (int slot = 0; slot < p.count; ++slot) {
-    unsigned most = 0, at = ~0u;
-    float score = 0.f;
+  if constexpr (OWNED <= 4) {
+    // A lane sorts its candidates if these are few.
+    Candidate own[OWNED];
 #pragma unroll
-    for (int i = 0; i < OWNED; ++i) {
-      if (keys[i] > most) most = keys[i], at = i * WARP + lane, score = scores[i];
-    }
-    const unsigned best = __reduce_max_sync(FULL, most);
-    const unsigned chosen = __reduce_min_sync(FULL, most == best ? at : ~0u);
+    for (int i = 0; i < OWNED; ++i) own[i] = {keys[i], i * WARP + lane, scores[i]};
 #pragma unroll
-    for (int i = 0; i < OWNED; ++i) {
-      if (i * WARP + lane == chosen) keys[i] = 0;
+    for (int end = OWNED - 1; end > 0; --end) {
+#pragma unroll
+      for (int i = 0; i < end; ++i) sort_pair(own[i], own[i + 1]);
     }
-    score = __shfl_sync(FULL, score, chosen % WARP);
-    if (lane == slot) expert = static_cast<int>(chosen), weight = score;
+    // Not unrolled: loading instructions takes a large part of the time.
+#pragma unroll 1
+    for (int slot = 0; slot < p.count; ++slot) {
+      const unsigned best = __reduce_max_sync(FULL, own[0].key);
+      unsigned lanes = __ballot_sync(FULL, own[0].key == best);
+      if (lanes & (lanes - 1)) {
+        const int least = __reduce_min_sync(FULL, own[0].key == best ? own[0].expert : BATON_EXPERTS_MAX);
+        lanes = 1u << (least % WARP);
+      }
+      const int winner = __ffs(lanes) - 1;
+      const int chosen = __shfl_sync(FULL, own[0].expert, winner);
+      const float score = __shfl_sync(FULL, own[0].score, winner);
+      if (lane == slot) expert = chosen, weight = score;
+      if (lane == winner) {
+#pragma unroll
+        for (int i = 0; i + 1 < OWNED; ++i) own[i] = own[i + 1];
+        own[OWNED - 1].key = 0;
+      }
+    }
+  } else {
+#pragma unroll 1
+    for (int slot = 0; slot < p.count; ++slot) {
+      unsigned most = 0, at = ~0u;
+      float score = 0.f;
+#pragma unroll
+      for (int i = 0; i < OWNED; ++i) {
+        if (keys[i] > most) most = keys[i], at = i * WARP + lane, score = scores[i];
+      }
+      const unsigned best = __reduce_max_sync(FULL, most);
+      const unsigned chosen = __reduce_min_sync(FULL, most == best ? at : ~0u);
+#pragma unroll
+      for (int i = 0; i < OWNED; ++i) {
+        if (i * WARP + lane == chosen) keys[i] = 0;
+      }
+      score = __shfl_sync(FULL, score, chosen % WARP);
+      if (lane == slot) expert = static_cast<int>(chosen), weight = score;
+    }
   }
   if (p.is_normalized) {
     const float sum = warp_sum(weight);
@@ -136,7 +191,7 @@ __device__ int choose(const baton_route_args& p, float* logits, int row) {
 }
 
 __device__ int choose(const baton_route_args& p, float* logits, int row) {
-  return p.experts <= 4 * WARP ? choose<4>(p, logits, row) : choose<kOwned>(p, logits, row);
+  return p.experts <= 4 * WARP ? choose<4, false>(p, logits, row) : choose<kOwned, false>(p, logits, row);
 }
 
 // ---- Lists of the experts ----
@@ -220,18 +275,45 @@ __device__ void build_lists(const baton_route_args& p, const int32_t* expert_of,
   });
 }
 
+// Lists few assignments. `keys`: expert * kRankedMax + assignment. An assignment's position is the number of smaller
+// keys. One CTA calls this function.
+__device__ void rank_keys(const baton_route_args& p, int32_t (&keys)[kRankedMax]) {
+  const int assignments = p.rows * p.count, padded = (assignments + 3) / 4 * 4;
+  for (int i = threadIdx.x; i < assignments + p.experts + 1; i += blockDim.x) {
+    const int expert = i - assignments;
+    const int bound = expert < 0 ? keys[i] : expert * kRankedMax;
+    int smaller = 0;
+#pragma unroll 4
+    for (int other = 0; other < padded; other += 4) {
+      const int4 four = *reinterpret_cast<const int4*>(keys + other);
+      smaller += (four.x < bound) + (other + 1 < assignments && four.y < bound) +
+                 (other + 2 < assignments && four.z < bound) + (other + 3 < assignments && four.w < bound);
+    }
+    if (expert < 0) p.order[smaller] = i;
+    else p.offsets[expert] = smaller;
+  }
+}
+
 // Lists the assignments in the CTA that arrives last.
 template <int WARPS>
-__device__ void arrive(const baton_route_args& p, Lists<WARPS>& lists) {
+__device__ void arrive(const baton_route_args& p, int32_t (&keys)[kRankedMax], Lists<WARPS>& lists) {
   __shared__ bool is_last;
   __threadfence();
   __syncthreads();
-  const int ctas = gridDim.x * gridDim.y;
+  const int ctas = gridDim.x * gridDim.y, assignments = p.rows * p.count;
   if (threadIdx.x == 0) is_last = atomicAdd(p.arrivals, 1) == ctas - 1;
   __syncthreads();
   if (!is_last) return;
   __threadfence();
-  build_lists<WARPS>(p, p.expert_of, lists);
+  if (assignments <= kRankedMax) {
+    for (int i = threadIdx.x; i < assignments; i += WARPS * WARP) {
+      keys[i] = *static_cast<const volatile int32_t*>(p.expert_of + i) * kRankedMax + i;
+    }
+    __syncthreads();
+    rank_keys(p, keys);
+  } else {
+    build_lists<WARPS>(p, p.expert_of, lists);
+  }
   if (threadIdx.x == 0) *p.arrivals = 0;
 }
 
@@ -255,135 +337,188 @@ __device__ __forceinline__ void store_to(int cta, const void* address, float val
       : "memory");
 }
 
-// Each half of a CTA's threads splits one row of x into two parts in FP8. Returns the row's factor.
-__device__ float split_row(const baton_route_args& p, int row, bool valid, float (&most_of)[kRouteWarps]) {
-  constexpr int kThreads = kRouteWarps * WARP / kRowsOfCta, kWarps = kThreads / WARP;
-  const int thread = threadIdx.x % kThreads, first_warp = threadIdx.x / kThreads * kWarps;
-  const bf16* from = static_cast<const bf16*>(p.x) + row * p.x_stride;
+// Converts eight elements to two parts in FP8.
+__device__ __forceinline__ void split_eight(const float (&values)[8], float inverse, uint2& high, uint2& low) {
+  uint32_t highs[4], lows[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const Fp8Pair pair = split_pair(values[2 * i] * inverse, values[2 * i + 1] * inverse);
+    highs[i] = pair.high, lows[i] = pair.low;
+  }
+  high = make_uint2(highs[0] | highs[1] << 16, highs[2] | highs[3] << 16);
+  low = make_uint2(lows[0] | lows[1] << 16, lows[2] | lows[3] << 16);
+}
+
+// ---- Few rows: the warps of a CTA that do not compute logits ----
+
+// Computes the scales of the norms of the cluster's rows of x.
+__device__ void find_scales(const baton_route_args& p, int row, int rows, float (&scales)[kTileRows]) {
+  constexpr int OWN = kTileRows / kSplitWarps;
+  const int warp = threadIdx.x / WARP - kMathWarps, lane = threadIdx.x % WARP;
+  float sums[OWN] = {};
+  for (int i = lane; p.squares && i < p.squares_count; i += WARP) {
+#pragma unroll
+    for (int j = 0; j < OWN; ++j) {
+      const int m = warp + j * kSplitWarps;
+      if (m < rows) sums[j] += p.squares[static_cast<int64_t>(row + m) * p.squares_count + i];
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < OWN; ++j) {
+    const int m = warp + j * kSplitWarps;
+    if (m >= rows) return;
+    const float sum = warp_sum(sums[j]);
+    const float scale = p.squares ? rsqrtf(sum / static_cast<float>(p.hidden) + p.eps) : 1.f;
+    if (lane == 0) scales[m] = scale;
+    if (lane == 0 && blockIdx.x == 0 && !p.split) p.scales[row + m] = scale;
+  }
+}
+
+// Splits the CTA's rows of x into two parts in FP8. Two warps split a row.
+__device__ void split_rows(const baton_route_args& p, int row, int rows, const float (&scales)[kTileRows],
+                           float (&most_of)[kSplitWarps]) {
+  constexpr int kWarps = kSplitWarps / kRowsOfCta, kThreads = kWarps * WARP;
+  const int warp = threadIdx.x / WARP - kMathWarps, own = warp / kWarps, thread = threadIdx.x % kThreads;
+  const int m = blockIdx.x * kRowsOfCta + own;
+  const bf16* from = static_cast<const bf16*>(p.x) + (row + m) * p.x_stride;
   float most = 0.f;
-  for (int k = thread * 8; valid && k < p.hidden; k += kThreads * 8) {
-    float values[8];
-    load8(from + k, values);
+#pragma unroll 4
+  for (int k = thread * 8; k < p.hidden; k += kThreads * 8) {
+    float values[8] = {};
+    if (m < rows) load8(from + k, values);
 #pragma unroll
     for (float value : values) most = fmaxf(most, fabsf(value));
   }
   most = warp_max(most);
-  if (threadIdx.x % WARP == 0) most_of[threadIdx.x / WARP] = most;
-  __syncthreads();
+  if (threadIdx.x % WARP == 0) most_of[warp] = most;
+  asm volatile("bar.sync 1, %0;" ::"n"(kSplitWarps * WARP) : "memory");
+  if (m >= rows) return;
 #pragma unroll
-  for (int i = 0; i < kWarps; ++i) most = fmaxf(most, most_of[first_warp + i]);
+  for (int i = 0; i < kWarps; ++i) most = fmaxf(most, most_of[own * kWarps + i]);
   const Fp8Factor factor = split_factor(most);
-  for (int k = thread * 8; valid && k < p.hidden; k += kThreads * 8) {
+  if (thread == 0) p.scales[row + m] = scales[m] * factor.scale;
+#pragma unroll 4
+  for (int k = thread * 8; k < p.hidden; k += kThreads * 8) {
     float values[8];
     load8(from + k, values);
-    uint32_t high[2], low[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float* four = values + 4 * i;
-      const Fp8Pair a = split_pair(four[0] * factor.inverse, four[1] * factor.inverse);
-      const Fp8Pair b = split_pair(four[2] * factor.inverse, four[3] * factor.inverse);
-      high[i] = a.high | b.high << 16, low[i] = a.low | b.low << 16;
-    }
-    char* to = static_cast<char*>(p.split) + static_cast<int64_t>(row) * 2 * p.hidden + k;
-    *reinterpret_cast<uint2*>(to) = make_uint2(high[0], high[1]);
-    *reinterpret_cast<uint2*>(to + p.hidden) = make_uint2(low[0], low[1]);
+    uint2 high, low;
+    split_eight(values, factor.inverse, high, low);
+    char* to = static_cast<char*>(p.split) + static_cast<int64_t>(row + m) * 2 * p.hidden + k;
+    *reinterpret_cast<uint2*>(to) = high;
+    *reinterpret_cast<uint2*>(to + p.hidden) = low;
   }
-  return factor.scale;
 }
+
+// ---- Few rows: logits and choice ----
 
 // NT: groups of eight experts of a CTA.
 template <int NT>
-union alignas(16) RouteShared {
-  float sums[kRouteWarps][kTileRows][NT * 8 + 2];
-  Lists<kRouteWarps> lists;
+struct Own {
+  static constexpr int kExperts = NT * 8 * kCluster / WARP;  // experts of a lane, at most
+  static constexpr int kRows = NT <= 4 ? kTileRows : 4;  // rows that one CTA chooses for, at most
 };
 
 template <int NT>
+union alignas(16) RouteShared {
+  float sums[kMathWarps][kTileRows][NT * 8 + 2];
+  Lists<kRouteWarps> lists;
+};
+
+template <int NT, bool PLAIN>
 __global__ void __launch_bounds__(kRouteWarps * WARP) route_kernel(const __grid_constant__ baton_route_args p) {
 #if __CUDA_ARCH__ >= 900
   __shared__ RouteShared<NT> shared;
-  __shared__ float logits[kRowsOfCta][BATON_EXPERTS_MAX];
+  __shared__ float logits[Own<NT>::kRows][NT * 8 * kCluster];
   __shared__ float scales[kTileRows];
-  __shared__ int32_t chosen[kTileRows * BATON_EXPERTS_CHOSEN_MAX];
-  __shared__ float most_of[kRouteWarps];
+  __shared__ __align__(16) int32_t keys[kRankedMax];
+  __shared__ float most_of[kSplitWarps];
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane >> 2, c = lane & 3;
   const int row = blockIdx.y * kTileRows, rows = min(kTileRows, p.rows - row);
   const int per_cta = (p.experts + kCluster - 1) / kCluster, first = blockIdx.x * per_cta;
   const int own = max(0, min(per_cta, p.experts - first));
-  const bf16* router = static_cast<const bf16*>(p.router) + static_cast<int64_t>(first) * p.hidden;
+  // One CTA chooses for all rows if these are few. Else each CTA chooses for its own rows.
+  const bool gathers = p.rows <= Own<NT>::kRows;
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // this CTA runs
-  for (int64_t i = threadIdx.x * 64; i < static_cast<int64_t>(own) * p.hidden; i += kRouteWarps * WARP * 64) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(router + i));
-  }
-  pdl_wait_and_release();
 
-  for (int m = warp; m < kTileRows; m += kRouteWarps) {
-    float sum = 0.f;
-    if (p.squares && m < rows) {
-      for (int i = lane; i < p.squares_count; i += WARP) {
-        sum += p.squares[static_cast<int64_t>(row + m) * p.squares_count + i];
+  if (warp < kMathWarps) {
+    // The router is a weight, whose first slices are loaded before the wait.
+    constexpr int AHEAD = NT <= 2 ? 8 : 2, kStep = kMathWarps * 32;
+    const bf16* router = static_cast<const bf16*>(p.router) + static_cast<int64_t>(first) * p.hidden;
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    uint4 w[AHEAD][NT];
+    auto load_router = [&](int slice) {
+#pragma unroll
+      for (int j = 0; j < AHEAD; ++j) {
+        const int k = slice + j * kStep + c * 8;
+#pragma unroll
+        for (int t = 0; t < NT; ++t) {
+          const bf16* from = router + static_cast<int64_t>(t * 8 + g) * p.hidden + k;
+          w[j][t] = k < p.hidden && t * 8 + g < own ? __ldg(reinterpret_cast<const uint4*>(from)) : zero;
+        }
+      }
+    };
+    load_router(warp * 32);
+    pdl_wait_and_release();
+
+    // The same permutation of k in both operands does not change the sum: a lane's 16 bytes serve two instructions.
+    float acc[NT][4] = {};
+    const bf16* x0 = static_cast<const bf16*>(p.x) + (row + g) * p.x_stride;
+    const bf16* x1 = x0 + 8 * p.x_stride;
+    for (int slice = warp * 32; slice < p.hidden; slice += AHEAD * kStep) {
+      if (slice != warp * 32) load_router(slice);
+      uint4 low[AHEAD], high[AHEAD];
+#pragma unroll
+      for (int j = 0; j < AHEAD; ++j) {
+        const int k = slice + j * kStep + c * 8;
+        low[j] = k < p.hidden && g < rows ? *reinterpret_cast<const uint4*>(x0 + k) : zero;
+        high[j] = k < p.hidden && g + 8 < rows ? *reinterpret_cast<const uint4*>(x1 + k) : zero;
+      }
+#pragma unroll
+      for (int j = 0; j < AHEAD; ++j) {
+#pragma unroll
+        for (int t = 0; t < NT; ++t) {
+          mma(acc[t], low[j].x, high[j].x, low[j].y, high[j].y, w[j][t].x, w[j][t].y);
+          mma(acc[t], low[j].z, high[j].z, low[j].w, high[j].w, w[j][t].z, w[j][t].w);
+        }
       }
     }
-    sum = warp_sum(sum);
-    const float scale = p.squares ? rsqrtf(sum / static_cast<float>(p.hidden) + p.eps) : 1.f;
-    if (lane == 0) scales[m] = scale;
-    if (lane == 0 && blockIdx.x == 0 && m < rows && !p.split) p.scales[row + m] = scale;
-  }
-
-  // The same permutation of k in both operands does not change the sum: a lane's 16 bytes serve two instructions.
-  float acc[NT][4] = {};
-  const bf16* x0 = static_cast<const bf16*>(p.x) + (row + g) * p.x_stride;
-  const bf16* x1 = x0 + 8 * p.x_stride;
-  const uint4 zero = make_uint4(0, 0, 0, 0);
-#pragma unroll(NT <= 2 ? 8 : 2)
-  for (int slice = warp * 32; slice < p.hidden; slice += kRouteWarps * 32) {
-    const int k = slice + c * 8;
-    const bool in = k < p.hidden;
-    const uint4 low = in && g < rows ? *reinterpret_cast<const uint4*>(x0 + k) : zero;
-    const uint4 high = in && g + 8 < rows ? *reinterpret_cast<const uint4*>(x1 + k) : zero;
 #pragma unroll
     for (int t = 0; t < NT; ++t) {
-      const int expert = t * 8 + g;
-      const bf16* from = router + static_cast<int64_t>(expert) * p.hidden + k;
-      const uint4 w = in && expert < own ? *reinterpret_cast<const uint4*>(from) : zero;
-      mma(acc[t], low.x, high.x, low.y, high.y, w.x, w.y);
-      mma(acc[t], low.z, high.z, low.w, high.w, w.z, w.w);
+      *reinterpret_cast<float2*>(&shared.sums[warp][g][t * 8 + 2 * c]) = make_float2(acc[t][0], acc[t][1]);
+      *reinterpret_cast<float2*>(&shared.sums[warp][g + 8][t * 8 + 2 * c]) = make_float2(acc[t][2], acc[t][3]);
     }
-  }
+    asm volatile("bar.sync 2, %0;" ::"n"(kMathWarps * WARP) : "memory");
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+    for (int i = threadIdx.x; i < rows * own; i += kMathWarps * WARP) {
+      const int m = i / own, expert = i % own;
+      float sum = 0.f;
 #pragma unroll
-  for (int t = 0; t < NT; ++t) {
-    *reinterpret_cast<float2*>(&shared.sums[warp][g][t * 8 + 2 * c]) = make_float2(acc[t][0], acc[t][1]);
-    *reinterpret_cast<float2*>(&shared.sums[warp][g + 8][t * 8 + 2 * c]) = make_float2(acc[t][2], acc[t][3]);
-  }
-  __syncthreads();
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-  for (int i = threadIdx.x; i < rows * own; i += kRouteWarps * WARP) {
-    const int m = i / own, expert = i % own;
-    float sum = 0.f;
-#pragma unroll
-    for (int w = 0; w < kRouteWarps; ++w) sum += shared.sums[w][m][expert];
-    store_to(m / kRowsOfCta, &logits[m % kRowsOfCta][first + expert], sum * scales[m]);
-  }
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  if (p.split) {
-    constexpr int kThreads = kRouteWarps * WARP / kRowsOfCta;
-    const int m = blockIdx.x * kRowsOfCta + threadIdx.x / kThreads;
-    const float factor = split_row(p, row + m, m < rows, most_of);
-    if (threadIdx.x % kThreads == 0 && m < rows) p.scales[row + m] = scales[m] * factor;
+      for (int other = 0; other < kMathWarps; ++other) sum += shared.sums[other][m][expert];
+      store_to(gathers ? 0 : m / kRowsOfCta, &logits[gathers ? m : m % kRowsOfCta][first + expert], sum);
+    }
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  } else {
+    pdl_wait_and_release();
+    find_scales(p, row, rows, scales);
+    asm volatile("barrier.cluster.wait.aligned;\nbarrier.cluster.arrive.release.aligned;" ::: "memory");
+    if (p.split) split_rows(p, row, rows, scales, most_of);
+    __syncwarp();
   }
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-  const int own_row = blockIdx.x * kRowsOfCta + warp;
-  const bool is_alone = gridDim.y == 1;
-  if (warp < kRowsOfCta && own_row < rows) {
-    const int expert = choose(p, logits[warp], row + own_row);
-    if (is_alone && lane < p.count) {
-      store_to(0, &chosen[own_row * p.count + lane], __int_as_float(expert));
-    }
+
+  const bool is_ranked = gathers && p.rows * p.count <= kRankedMax;
+  const int first_own = gathers ? 0 : blockIdx.x * kRowsOfCta;
+  const int chosen_rows = gathers ? (blockIdx.x == 0 ? rows : 0) : min(kRowsOfCta, rows - first_own);
+  for (int i = warp; i < chosen_rows; i += kRouteWarps) {
+    const float scale = scales[first_own + i];
+    for (int expert = lane; expert < p.experts; expert += WARP) logits[i][expert] *= scale;
+    const int expert = choose<Own<NT>::kExperts, PLAIN>(p, logits[i], row + first_own + i);
+    const int assignment = i * p.count + lane;
+    if (is_ranked && lane < p.count) keys[assignment] = expert * kRankedMax + assignment;
   }
-  if (!is_alone) return arrive<kRouteWarps>(p, shared.lists);
-  // The first CTA of the only cluster lists the assignments, without a detour through global memory.
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-  if (blockIdx.x == 0) build_lists<kRouteWarps>(p, chosen, shared.lists);
+  if (!is_ranked) return arrive<kRouteWarps>(p, keys, shared.lists);
+  __syncthreads();
+  if (blockIdx.x == 0) rank_keys(p, keys);
 #endif
 }
 
@@ -501,13 +636,17 @@ __global__ void combine_kernel(const __grid_constant__ baton_combine_args p) {
   }
 }
 
-template <class Body>
+template <bool PLAIN, class Body>
 int32_t with_route_kernel(int experts, Body&& body) {
   const int groups = divide_up(divide_up(experts, kCluster), 8);
-  if (groups <= 1) return body(route_kernel<1>);
-  if (groups <= 2) return body(route_kernel<2>);
-  if (groups <= 4) return body(route_kernel<4>);
-  return body(route_kernel<8>);
+  if (groups <= 1) return body(route_kernel<1, PLAIN>);
+  if (groups <= 2) return body(route_kernel<2, PLAIN>);
+  if (groups <= 4) return body(route_kernel<4, PLAIN>);
+  return body(route_kernel<8, PLAIN>);
+}
+template <class Body>
+int32_t with_route_kernel(int experts, bool plain, Body&& body) {
+  return plain ? with_route_kernel<true>(experts, body) : with_route_kernel<false>(experts, body);
 }
 
 int32_t check_route(const baton_route_args& p) {
@@ -546,7 +685,9 @@ int32_t with_combine_kernel(int items, bool norms, Body&& body) {
 
 int32_t load_route() {
   auto load_it = [](auto* kernel) { return load(kernel); };
-  for (int experts : {64, 128, 256, 512}) BATON_TRY(with_route_kernel(experts, load_it));
+  for (int experts : {64, 128, 256, 512}) {
+    for (bool plain : {false, true}) BATON_TRY(with_route_kernel(experts, plain, load_it));
+  }
   for (int items : {1, 2, 4}) {
     BATON_TRY(with_combine_kernel(items, true, load_it));
     BATON_TRY(with_combine_kernel(items, false, load_it));
@@ -570,7 +711,7 @@ BATON_API int32_t baton_route(const baton_route_args* args, void* stream) {
                        as_stream(stream), p));
       return launch("lists of experts", list_kernel, dim3(p.experts), dim3(kListWarps * WARP), 0, as_stream(stream), p);
     }
-    return with_route_kernel(p.experts, [&](auto* kernel) {
+    return with_route_kernel(p.experts, is_plain(p), [&](auto* kernel) {
       return launch_clusters(is_programmatic(), kCluster, "router of experts", kernel,
                              dim3(kCluster, divide_up(p.rows, kTileRows)), dim3(kRouteWarps * WARP), 0, as_stream(stream), p);
     });
