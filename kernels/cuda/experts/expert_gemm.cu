@@ -10,9 +10,11 @@
 // With weights in FP8 (e4m3), wgmma multiplies in FP8. An element of x is one FP8 number (one part), or the sum of two
 // FP8 numbers (two parts), which keeps the precision of bf16. The two parts are two of the 64 rows of a wgmma. gate and
 // up write x of down in the same form, with a factor for every 64 columns. The tensor cores keep about 14 bits of a sum
-// in FP8. So the sum of each slice starts at zero and is then added to a sum in f32.
+// in FP8. So the sum of each slice starts at zero and is then added to a sum in f32. With two parts two warpgroups take
+// turns at the slices, so that one multiplies while the other adds, and their sums are added at the end of a tile.
 //
-// With `pdl` down fills its ring with weights before the preceding kernel has completed: the lists are older.
+// A CTA fills its ring with weights before it looks up the rows of x. With `pdl` down does so before the preceding kernel
+// has completed: the lists are older.
 #include <cuda.h>
 #include <cuda_fp8.h>
 
@@ -45,17 +47,23 @@ struct Shape {
   static constexpr int kElementBytes = kIsFp8 ? 1 : 2, kSlice = kSliceBytes / kElementBytes;  // elements of k in a stage
   static constexpr int kOwnLoads = ROWS / 16;  // rows that a thread loads
   static constexpr int kGroups = (ROWS + kGroupRows - 1) / kGroupRows;
-  static constexpr int kThreads = kGroups * 128 + kLoaders;
+  // Teams take turns at the slices of k, so that one multiplies while the other adds up. The first stores the results.
+  static constexpr int kTeams = PARTS == 2 ? 2 : 1;
+  static constexpr int kMath = kTeams * kGroups * 128;  // threads
+  static constexpr int kThreads = kMath + kLoaders;
+  static constexpr int kInboxBytes = (kTeams - 1) * 128 * (N / 2 / kParts) * 4;  // sums that the first team receives
   static constexpr int kXBytes = ROWS * kSliceBytes, kWBytes = N * kSliceBytes;
   static constexpr int kStageBytes = kXBytes + kWBytes;
   static constexpr int kScaleBytes = kIsFp8 ? kStagesMost * kRows * 8 + kGroups * N * 4 : 16;
   static constexpr int kStatic = static_cast<int>(sizeof(ItemTable)) + 2 * kStagesMost * 8 + kScaleBytes + 64;
-  static constexpr int kFit = (kSmem - 1024 - kStatic) / kStageBytes;
-  static constexpr int kStages = kFit < kStagesMost ? kFit : kStagesMost;
-  static constexpr int kShared = kStages * kStageBytes + 1024;
+  static constexpr int kFit = (kSmem - 1024 - kStatic - kInboxBytes) / kStageBytes;
+  // A stage is always used by the same team.
+  static constexpr int kStages = (kFit < kStagesMost ? kFit : kStagesMost) / kTeams * kTeams;
+  static constexpr int kShared = kStages * kStageBytes + kInboxBytes + 1024;
   static_assert(kHalf % 8 == 0 && ROWS % 16 == 0 && kXBytes % 1024 == 0, "swizzling needs whole groups of eight rows");
   // The results of rows outside of the tile are not stored.
   static_assert(kWBytes >= kGroupRows * kSliceBytes, "wgmma reads 64 rows of x");
+  static_assert(kTeams == 1 || kGroups == 1, "a team of two has one warpgroup");
   static_assert(!kIsFp8 || kHalf == kFactorColumns, "a tile of gate and up has the columns of a factor");
 };
 using Few = Shape<64, 128, 0>;
@@ -85,8 +93,20 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       "r"(parity)
       : "memory");
 }
+// ONCE: the weight is read once, so the L2 cache keeps other data instead.
+template <bool ONCE>
 __device__ __forceinline__ void fetch_weights(const CUtensorMap* map, uint32_t to, uint32_t barrier, int k, int row,
                                               int expert) {
+  if constexpr (ONCE) {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(k), "r"(row), "r"(expert), "l"(policy)
+        : "memory");
+    return;
+  }
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
@@ -150,7 +170,7 @@ struct OwnRows {
 
 template <class S>
 __device__ __forceinline__ int own_row(int half) {
-  return threadIdx.x / WARP * (16 / S::kParts) + threadIdx.x % WARP / 4 + half * 8;
+  return threadIdx.x / WARP % (S::kGroups * 4) * (16 / S::kParts) + threadIdx.x % WARP / 4 + half * 8;
 }
 
 template <class S>
@@ -269,8 +289,9 @@ struct Ring {
   int stage;
   uint32_t parity;
 
-  __device__ __forceinline__ void advance() {
-    if (++stage == S::kStages) stage = 0, parity ^= 1;
+  __device__ __forceinline__ void advance(int by = 1) {
+    stage += by;
+    if (stage >= S::kStages) stage -= S::kStages, parity ^= 1;
   }
   __device__ __forceinline__ uint32_t x() const { return base + stage * S::kStageBytes; }
   __device__ __forceinline__ uint32_t weights() const { return x() + S::kXBytes; }
@@ -284,7 +305,7 @@ __device__ __forceinline__ void load_weights(const baton_expert_gemm_args& p, co
                                              const Ring<S>& ring, int half) {
   if (half == 0) barrier_expect(ring.arrived(), S::kWBytes);
   const int row = item.tile * (GATE_UP ? S::kHalf : S::kN) + half * (GATE_UP ? p.n / 2 : S::kHalf);
-  fetch_weights(map, ring.weights() + half * (S::kWBytes / 2), ring.arrived(), step * S::kSlice, row, item.expert);
+  fetch_weights<(S::kTeams > 1)>(map, ring.weights() + half * (S::kWBytes / 2), ring.arrived(), step * S::kSlice, row, item.expert);
 }
 
 // Loads weights and rows of x of all items of the CTA.
@@ -292,21 +313,19 @@ template <class S, bool GATE_UP, class Items>
 __device__ __forceinline__ void load_items(const baton_expert_gemm_args& p, const CUtensorMap* map, Ring<S> ring, int steps,
                                            uint32_t factors, Items&& item_of) {
   constexpr int OWN = S::kOwnLoads;
-  const int thread = threadIdx.x - S::kGroups * 128, c = thread & 7, r = thread >> 3;
+  const int thread = threadIdx.x - S::kMath, c = thread & 7, r = thread >> 3;
   const bool loads_weights = thread == 0 || thread == WARP;
   int index = blockIdx.x;
   Item item = item_of(index);
-  int early = 0;
-  if (!GATE_UP) {
-    early = item.rows == 0 ? 0 : steps < S::kStages ? steps : S::kStages;
-    if (loads_weights) {
-      Ring<S> ahead = ring;
-      for (int step = 0; step < early; ++step, ahead.advance()) {
-        load_weights<S, GATE_UP>(p, map, item, step, ahead, thread / WARP);
-      }
+  // The first weights are loaded before the rows of x are known, and for down before the preceding kernel has completed.
+  int early = item.rows == 0 ? 0 : steps < S::kStages ? steps : S::kStages;
+  if (loads_weights) {
+    Ring<S> ahead = ring;
+    for (int step = 0; step < early; ++step, ahead.advance()) {
+      load_weights<S, GATE_UP>(p, map, item, step, ahead, thread / WARP);
     }
-    pdl_wait_and_release();
   }
+  if (!GATE_UP) pdl_wait_and_release();
   // Looks up the rows of the next item while the loads of an item are in flight. With two parts, eight rows of shared
   // memory hold the first parts of rows of x, and the next eight hold the second parts.
   auto row_of = [&](int i) { return S::kParts == 2 ? 8 * i + (r & 7) : 16 * i + r; };
@@ -346,7 +365,8 @@ __device__ __forceinline__ void load_items(const baton_expert_gemm_args& p, cons
       }
       if (S::kIsFp8 && !GATE_UP && thread < item.rows) {
         fetch_factors(factors + (ring.stage * S::kRows + thread) * 8,
-                      p.factors + static_cast<int64_t>(item.position + thread) * p.factor_stride + step * 2);
+                      p.factors + static_cast<int64_t>(item.position + thread) * p.factor_stride +
+                          min(step * 2, p.factor_stride - 2));
       }
       arrive_with_x(ring.arrived());
       ring.advance();
@@ -435,6 +455,31 @@ __device__ __forceinline__ void scale_sums(float scale, int group, float* scales
   }
 }
 
+// The second team gives its sums of an item to the first, which adds them.
+template <class S>
+__device__ __forceinline__ void exchange_sums(int team, bool is_first_item, bool is_last_item, uint32_t inbox,
+                                              float (&sums)[S::kN / 2 / S::kParts]) {
+  constexpr int kFilled = 4, kRead = 5;  // barriers of both teams
+  inbox += threadIdx.x % 128 * 4;
+  if (team == 1) {
+    if (!is_first_item) asm volatile("bar.sync %0, 256;" ::"n"(kRead) : "memory");
+#pragma unroll
+    for (int i = 0; i < S::kN / 2 / S::kParts; ++i) {
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(inbox + i * 512), "f"(sums[i]) : "memory");
+    }
+    asm volatile("bar.arrive %0, 256;" ::"n"(kFilled) : "memory");
+    return;
+  }
+  asm volatile("bar.sync %0, 256;" ::"n"(kFilled) : "memory");
+#pragma unroll
+  for (int i = 0; i < S::kN / 2 / S::kParts; ++i) {
+    float received;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(received) : "r"(inbox + i * 512) : "memory");
+    sums[i] += received;
+  }
+  if (!is_last_item) asm volatile("bar.arrive %0, 256;" ::"n"(kRead) : "memory");
+}
+
 template <class S, bool GATE_UP>
 __global__ void __launch_bounds__(S::kThreads, 1)
     expert_gemm_kernel(const __grid_constant__ baton_expert_gemm_args p, const __grid_constant__ CUtensorMap weight_map,
@@ -445,10 +490,12 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   __shared__ ItemTable table;
   __shared__ float2 factors[S::kIsFp8 ? S::kStages : 1][S::kIsFp8 ? S::kRows : 1];
   __shared__ float scales[S::kGroups][S::kIsFp8 ? S::kN : 1];
-  const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, group = warp / 4;
-  const int steps = (p.depth + S::kSlice - 1) / S::kSlice;
+  const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+  const int team = warp / 4 / S::kGroups, group = warp / 4 % S::kGroups;
+  // Slices, as many for each team. Beyond the depth they are zeros.
+  const int steps = (p.depth + S::kSlice * S::kTeams - 1) / (S::kSlice * S::kTeams) * S::kTeams;
   Ring<S> ring = {(smem_addr(raw) + 1023) / 1024 * 1024, smem_addr(barriers), smem_addr(barriers) + S::kStages * 8, 0, 0};
-  if (threadIdx.x == S::kGroups * 128) {
+  if (threadIdx.x == S::kMath) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&weight_map) : "memory");
     for (int i = 0; i < S::kStages; ++i) {
       barrier_init(ring.full + i * 8, 1 + kLoaders);
@@ -461,18 +508,19 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   if (warp == 0) fill_items<S::kRows>(p.offsets, p.experts, table);
   __syncthreads();
   auto item_of = [&](int index) { return item_at<S::kRows>(table, p.experts, tiles, index); };
-  if (group == S::kGroups) return load_items<S, GATE_UP>(p, &weight_map, ring, steps, smem_addr(factors), item_of);
+  if (team == S::kTeams) return load_items<S, GATE_UP>(p, &weight_map, ring, steps, smem_addr(factors), item_of);
 
   if (!GATE_UP) pdl_wait_and_release();
   auto release = [&](uint32_t barrier) {
     if (lane == 0) barrier_arrive(barrier);
   };
-  const int first_row = warp * (16 / S::kParts);
+  const int first_row = warp % (S::kGroups * 4) * (16 / S::kParts);
   int index = blockIdx.x;
   Item item = item_of(index);
   OwnRows<S> rows = own_rows<S>(p, item);
   fetch_scales<S, GATE_UP>(p, rows);
-  while (item.rows > 0) {
+  ring.advance(team);
+  for (bool is_first = true; item.rows > 0; is_first = false) {
     index += gridDim.x;
     const Item next = item_of(index);
     OwnRows<S> next_rows = own_rows<S>(p, next);
@@ -485,16 +533,21 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     } else if constexpr (S::kIsFp8) {
       const float scale = weight_scale<S, GATE_UP>(p, item);
       float sums[S::kN / 2 / S::kParts] = {};
-      for (int step = 0; step < steps; ++step, ring.advance()) {
+      for (int step = team; step < steps; step += S::kTeams, ring.advance(S::kTeams)) {
         barrier_wait(ring.arrived(), ring.parity);
         add_slice_fp8<S, GATE_UP>(ring, group, factors, sums);
         release(ring.released());
       }
-      fetch_scales<S, GATE_UP>(p, next_rows);
-      scale_sums<S>(scale, group, scales[group], sums);
-      if (first_row < item.rows) {
-        if constexpr (GATE_UP) store_fp8<S>(p, item, rows, sums);
-        else store<S, false>(p, item, rows, sums);
+      if constexpr (S::kTeams > 1) {
+        exchange_sums<S>(team, is_first, next.rows == 0, ring.base + S::kStages * S::kStageBytes, sums);
+      }
+      if (team == 0) {
+        fetch_scales<S, GATE_UP>(p, next_rows);
+        scale_sums<S>(scale, group, scales[group], sums);
+        if (first_row < item.rows) {
+          if constexpr (GATE_UP) store_fp8<S>(p, item, rows, sums);
+          else store<S, false>(p, item, rows, sums);
+        }
       }
     } else {
       float acc[S::kN / 2];
