@@ -130,7 +130,8 @@ typedef struct {
 } baton_combine_args;
 
 /* Adds the outputs times their weights in the order of the slots, the shared expert last, in f32. With `residual`, the
- * sum is the delta of baton_add_rms_norm, but is not rounded before the addition. Without, `out` gets the sum. */
+ * sum is the delta of baton_add_rms_norm, but is not rounded before the addition. Without, `out` gets the sum. With PDL,
+ * `weights`, `residual` and `norm` are read before the preceding kernel has completed: an older kernel wrote them. */
 BATON_API int32_t baton_combine_experts(const baton_combine_args *args, void *stream);
 
 #endif

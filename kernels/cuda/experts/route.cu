@@ -584,16 +584,30 @@ __device__ float shared_weight(const baton_combine_args& p, int64_t row, float* 
 
 // One CTA per row; a thread holds ITEMS groups of 8, `blockDim.x` groups apart.
 template <int ITEMS, bool NORM>
-__global__ void combine_kernel(const __grid_constant__ baton_combine_args p) {
-  __shared__ float of_norm[WARP], of_router[WARP];
+__global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ baton_combine_args p) {
+  __shared__ float of_norm[WARP], of_router[WARP], slot_weights[BATON_EXPERTS_CHOSEN_MAX];
   const int64_t row = blockIdx.x;
-  pdl_wait_and_release();
-  const float* weights = p.weights + row * p.count;
   const bf16* outputs = static_cast<const bf16*>(p.outputs) + row * p.count * p.width;
   float* residual = p.residual + row * p.width;
   bf16* out = static_cast<bf16*>(p.out) + row * p.width;
+  // The kernel after a norm is a GEMM or baton_quantize, which reads at most weights before its wait. So it may start
+  // before this kernel's predecessor ends.
+  if (NORM) pdl_release();
+  // The router's weights and the residual stream are older than the preceding kernel, which wrote the outputs.
+  float values[ITEMS][8] = {}, factors[ITEMS][8] = {};
+  if (threadIdx.x < p.count) slot_weights[threadIdx.x] = p.weights[row * p.count + threadIdx.x];
+  if constexpr (NORM) {
+#pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+      const int at = (item * blockDim.x + threadIdx.x) * 8;
+      if (at >= p.width) break;
+      load8(residual + at, values[item]);
+      load8(p.norm + at, factors[item]);
+    }
+  }
+  __syncthreads();
+  pdl_wait_and_release();
   const float weight_of_shared = p.shared ? shared_weight(p, row, of_router) : 0.f;
-  float values[ITEMS][8];
   float sum = 0.f;
 #pragma unroll
   for (int item = 0; item < ITEMS; ++item) {
@@ -606,11 +620,10 @@ __global__ void combine_kernel(const __grid_constant__ baton_combine_args p) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) mixed[i] += weight * output[i];
     };
-#pragma unroll 4
-    for (int slot = 0; slot < p.count; ++slot) add(outputs + slot * p.width, weights[slot]);
+#pragma unroll 8
+    for (int slot = 0; slot < p.count; ++slot) add(outputs + slot * p.width, slot_weights[slot]);
     if (p.shared) add(static_cast<const bf16*>(p.shared) + row * p.width, weight_of_shared);
     if constexpr (NORM) {
-      load8(residual + at, values[item]);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         values[item][i] += mixed[i];
@@ -627,10 +640,8 @@ __global__ void combine_kernel(const __grid_constant__ baton_combine_args p) {
     for (int item = 0; item < ITEMS; ++item) {
       const int at = (item * blockDim.x + threadIdx.x) * 8;
       if (at >= p.width) break;
-      float factors[8];
-      load8(p.norm + at, factors);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) values[item][i] = values[item][i] * scale * factors[i];
+      for (int i = 0; i < 8; ++i) values[item][i] = values[item][i] * scale * factors[item][i];
       store8(out + at, values[item]);
     }
   }
@@ -725,7 +736,8 @@ BATON_API int32_t baton_combine_experts(const baton_combine_args* args, void* st
     BATON_REQUIRE(p.rows >= 0, "rows is %d; expected 0 or more", p.rows);
     BATON_REQUIRE(p.width > 0 && p.width % 8 == 0 && p.width <= kCombineMax, "width is %d; expected multiples of 8 up to %d",
                   p.width, kCombineMax);
-    BATON_REQUIRE(p.count > 0, "count is %d; expected 1 or more", p.count);
+    BATON_REQUIRE(p.count > 0 && p.count <= BATON_EXPERTS_CHOSEN_MAX, "count is %d; expected 1 to %d", p.count,
+                  BATON_EXPERTS_CHOSEN_MAX);
     BATON_REQUIRE(p.outputs && p.weights && p.out && (!p.residual || p.norm), "outputs, weights, out or norm is null");
     BATON_REQUIRE(!p.shared_router || (p.shared && p.x && p.x_stride >= p.width && p.x_stride % 8 == 0),
                   "shared or x is null, or x_stride is %lld; expected multiples of 8 from the width, %d, on",

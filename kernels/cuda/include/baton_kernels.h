@@ -71,9 +71,10 @@ BATON_API int32_t baton_initialise(void);
  * their capture. Functions with a `pdl` argument use that argument instead.
  * In both cases a kernel of this library releases its successor only after its own predecessor has completed and
  * its writes are visible. Data that a kernel reads before its wait must therefore be written at least two kernels
- * before. baton_quantize is the exception: it releases its successor at once, so its successor may read only weights
- * before its wait, as GEMMs do. Other kernels (cuBLAS, FlashInfer) are launched without PDL and start after all their
- * predecessors. */
+ * before. Three functions are exceptions and release their successor at once. The successor of baton_quantize, and of
+ * baton_combine_experts with a residual, may read only weights before its wait, as GEMMs do. The successor of
+ * baton_rope_store_kv may read only data that are older than the kernel before baton_rope_store_kv, as attention does.
+ * Other kernels (cuBLAS, FlashInfer) are launched without PDL and start after all their predecessors. */
 BATON_API void baton_programmatic_launch(int32_t enabled);
 /* Writes sizeof of the structs below, in the order of their definition, and returns their number. `sizes_host` may be null. */
 BATON_API int32_t baton_struct_sizes(uint32_t *sizes_host, int32_t capacity);
@@ -161,7 +162,8 @@ typedef struct {
  *   4. keys and values written to destinations[row] = block * 16 + token in block, queries to
  *      queries, `query_stride` elements (a multiple of 8) from row to row (query_heads * head_dim when contiguous; `queries` may be
  *      qkv itself, with the width of its rows as stride). Keys and values of qkv are unchanged.
- * Arithmetic is f32 between loads and stores. */
+ * Arithmetic is f32 between loads and stores. With PDL, positions, destinations and frequencies are read before the
+ * preceding kernel has completed: an older kernel wrote them. */
 typedef struct {
   const void *qkv;
   void *queries;
@@ -489,7 +491,7 @@ typedef struct {
   int32_t sms;      /* SMs to use; 0: all */
   /* 1: may start before the preceding kernel of the stream has completed. Until then it reads kv_len, page_indptr,
    * pages, and all KV but the last page of a row. The preceding kernel must not write these, except this step's
-   * tokens, and must release its successor only after its own wait, as every kernel of this library does. Use 0
+   * tokens, and must be baton_rope_store_kv or release its successor only after its own wait. Use 0
    * after baton_step_prepare, a block copy, or another library's kernel with programmatic launch. */
   int32_t pdl;
   int32_t tokens;   /* query tokens a row; 0 and 1: one. rows * tokens is at most 1,024 above 1 */

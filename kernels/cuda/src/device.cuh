@@ -84,9 +84,9 @@ __device__ inline float block_sum(float x, float* shared) {
 
 // Programmatic dependent launch: a kernel may start while its predecessor in the stream ends. Every thread of every CTA
 // waits for the predecessor (else a kernel two positions later could not rely on it) and releases the next kernel only
-// after that. So before its wait, a kernel may read data that is older than its predecessor. Only baton_quantize
-// releases the next kernel before its own wait: the kernel after it may read only weights early. Without the launch
-// attribute these calls do nothing.
+// after that. So before its wait, a kernel may read data that is older than its predecessor. The exceptions, which release
+// the next kernel before their own wait, are listed at baton_programmatic_launch. Without the launch attribute these
+// calls do nothing.
 __device__ inline void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -2,7 +2,7 @@
 //
 // One warp processes several heads of a row, one after another, because their angles are equal. A lane holds adjacent
 // dimensions and their rotary partners, so RoPE needs no shuffles and loads are wide. Dimensions without
-// rotation are held as pairs, too.
+// rotation are held as pairs, too. The angles are computed before the preceding kernel has completed.
 #include <utility>
 
 #include "device.cuh"
@@ -49,7 +49,8 @@ __global__ void __launch_bounds__(HEADS* WARP)
                       const float* key_norm, const float* frequencies, const int32_t* positions,
                       const int32_t* destinations, int dim, const RopeParameters shape) {
   using Pack = Neighbours<T, PAIRS>;
-  pdl_wait_and_release();
+  // The successor, attention, reads before its wait only data that are older than the GEMM before this kernel.
+  pdl_release();
   const int row = blockIdx.x;
   const int heads = shape.query_heads + 2 * shape.kv_heads;
   const int half = dim / 2;
@@ -69,6 +70,8 @@ __global__ void __launch_bounds__(HEADS* WARP)
   }
   const int destination = destinations[row];
   const int64_t block = destination / BATON_BLOCK_TOKENS, token = destination % BATON_BLOCK_TOKENS;
+  // What was read so far is older than the preceding kernel, the GEMM of a layer.
+  pdl_wait();
 
   float of_queries = 0.f, of_keys = 0.f;
   if (shape.norms_all_heads) {
