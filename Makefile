@@ -95,10 +95,12 @@ k8s: ## A shell in a Kubernetes cluster of one node that exists only for this sh
 	@deploy/k8s/cluster.py
 
 .PHONY: test-k8s
-test-k8s: image image-etcd ## Install the Helm chart in such a cluster, upgrade, scale and delete pods under load.
+test-k8s: ## Install the Helm chart in such a cluster, or in that of KUBECONFIG (with BATON_K8S_LOAD), and test it under load.
+	$(if $(KUBECONFIG),@deploy/k8s/existing.py --check)
+	$(MAKE) image image-etcd
 	$(BIN)/baton model fetch smollm2-135m
-	@deploy/k8s/tools.sh
-	BATON_BIN=$(BIN) deploy/k8s/cluster.py deploy/k8s/test.py
+	@$(if $(KUBECONFIG),deploy/chart-tools.sh,deploy/k8s/tools.sh)
+	BATON_BIN=$(BIN) deploy/k8s/$(if $(KUBECONFIG),existing,cluster).py deploy/k8s/test.py
 
 # Zig links against the C library of Debian 11, whatever this machine has, and the C++ library statically.
 dist: PROFILE = dist

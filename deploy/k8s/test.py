@@ -2,7 +2,8 @@
 """Installs the Helm chart in the test cluster, upgrades, scales and deletes pods under load, and prints measured values and targets.
 Exits with 1 if a value is not as required or a time exceeds three times its target.
 
-Runs in the cluster: deploy/k8s/cluster.py deploy/k8s/test.py
+Runs in the test's own cluster: deploy/k8s/cluster.py deploy/k8s/test.py
+or without the checks that need parts of that cluster in an existing one: deploy/k8s/existing.py deploy/k8s/test.py
 """
 
 import base64
@@ -35,8 +36,12 @@ import dashboards  # noqa: E402
 
 CHART = ROOT / "helm/baton"
 MODEL = ROOT / "models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf"
-NAMESPACE, RELEASE, NAME = "default", "baton", "smollm2-135m"
-ROUTER = f"{RELEASE}-router.{NAMESPACE}.svc.cluster.local:8000"
+RELEASE, NAME = "baton", "smollm2-135m"
+# existing.py sets both variables: the namespace, and host:port of the routers of each release.
+NAMESPACE = os.environ.get("BATON_K8S_NAMESPACE", "default")
+EXISTING = json.loads(os.environ.get("BATON_K8S_ROUTERS", "{}"))
+ROUTER = EXISTING.get(RELEASE, f"{RELEASE}-router.{NAMESPACE}.svc.cluster.local:8000")
+BAD_ROUTER = EXISTING.get("bad", f"bad-baton-router.{NAMESPACE}.svc.cluster.local:8000")
 ROLLOUT_SECONDS = 180
 SETTLE_SECONDS = 3
 CRDS = TARGET / "k8s/crds"
@@ -46,6 +51,8 @@ COLLECTOR = "http://10.244.0.1:4317"
 PROMETHEUS_OTLP = "127.0.0.1:9090"
 PROMETHEUS = "127.0.0.1:9091"
 PROMETHEUS_FOLDER = pathlib.Path("/run/prometheus")
+# The own cluster has its own /run.
+VALUES_FOLDER = TARGET / "k8s" if EXISTING else pathlib.Path("/run")
 GPUS = "nvidia.com/gpu"
 ROUTERS = f"app.kubernetes.io/instance={RELEASE},app.kubernetes.io/component=router"
 
@@ -87,6 +94,34 @@ class Api:
                 return False
             raise
         return True
+
+    def metrics(self, pod):
+        with urllib.request.urlopen(f"http://{pod['status']['podIP']}:9090/metrics", timeout=5) as response:
+            return response.read().decode()
+
+
+class KubectlApi(Api):
+    """A client of the Kubernetes API of an existing cluster, whose users kubectl can authenticate in any way."""
+
+    def __init__(self):
+        pass
+
+    def raw(self, verb, path, body=None):
+        """Returns the text of an answer of the API."""
+        files = ["-f", "-"] if body else []
+        result = subprocess.run(["kubectl", verb, "--raw", path, *files], capture_output=True, text=True, timeout=60,
+                                input=json.dumps(body) if body else None)
+        if "TooManyRequests" in result.stderr:
+            raise urllib.error.HTTPError(path, 429, result.stderr, None, None)
+        if result.returncode:
+            raise OSError(f"kubectl {verb} --raw {path}: {result.stderr.strip()}")
+        return result.stdout
+
+    def request(self, method, path, body=None):
+        return json.loads(self.raw({"GET": "get", "POST": "create"}[method], path, body))
+
+    def metrics(self, pod):
+        return self.raw("get", f"/api/v1/namespaces/{NAMESPACE}/pods/{pod['metadata']['name']}:9090/proxy/metrics")
 
 
 def condition(pod, kind):
@@ -133,10 +168,12 @@ def write_values(name, router, prefill, decode):
     model = {"source": MODEL.name, "volume": {"hostPath": {"path": str(MODEL.parent)}},
              # The golden outputs are from f32.
              "dtype": "f32", "prefill": {"replicas": prefill}, "decode": {"replicas": decode}}
-    path = pathlib.Path("/run") / f"{name}.json"
-    path.write_text(json.dumps({"models": {NAME: model}, "router": {"replicas": router},
-                                "telemetry": {"config": {"otlp": COLLECTOR}},
-                                "monitoring": {name: {"enabled": True} for name in ("podMonitor", "rules", "dashboards")}}))
+    values = {"models": {NAME: model}, "router": {"replicas": router}}
+    if not EXISTING:
+        values |= {"telemetry": {"config": {"otlp": COLLECTOR}},
+                   "monitoring": {part: {"enabled": True} for part in ("podMonitor", "rules", "dashboards")}}
+    path = VALUES_FOLDER / f"{name}.json"
+    path.write_text(json.dumps(values))
     return path
 
 
@@ -275,7 +312,7 @@ def process_start(pod):
 
 def install(table, api, values):
     start = time.monotonic()
-    with ReadyTimes(api) as times:
+    with contextlib.nullcontext() if EXISTING else ReadyTimes(api) as times:
         # The model of this machine instead of the hub's.
         run(*readme_command("install"), "-f", values, "--set", f"models.{NAME}.source={MODEL.name}", f"--timeout={ROLLOUT_SECONDS}s")
     installed = time.monotonic() - start
@@ -286,8 +323,8 @@ def install(table, api, values):
     release = api.request("GET", f"/api/v1/namespaces/{NAMESPACE}/secrets/sh.helm.release.v1.{RELEASE}.v1")["data"]["release"]
     kilobytes = len(base64.b64decode(release)) / 1000
     table.require("release secret, kB", "≤ 500", f"{kilobytes:.0f}", kilobytes <= 500)
-    # A router waits for its first decode node.
-    for role in ("prefill", "decode", "router"):
+    # The processes of an existing cluster's pods are not on this machine. A router waits for its first decode node.
+    for role in () if EXISTING else ("prefill", "decode", "router"):
         table.seconds(f"{role}: container start to Ready, s", times.since_start(role), 3)
 
 
@@ -323,7 +360,7 @@ def bad_input(table, api, values):
             run("helm", "uninstall", "bad", "--wait")
     table.require("bad input: messages of pods", len(DESCRIBED) + len(LOGGED), found)
     run("helm", "install", "bad", CHART, "-f", values, "--set", "telemetry.config.otlp=http://absent:4317", "--wait")
-    wait("answer without a collector", lambda: answered(ROUTER.replace("baton", "bad-baton", 1)))
+    wait("answer without a collector", lambda: answered(BAD_ROUTER))
     warning = "cannot send traces to the OTLP endpoint"
     wait(f"warning: {warning}", lambda: warning in run("kubectl", "logs", "deployment/bad-baton-router"))
     run("helm", "uninstall", "bad", "--wait")
@@ -349,8 +386,9 @@ def second_release(table, api, values):
 
 def upgrade(table, api, values, what):
     """Upgrades to another image and back, under load."""
-    tag = image_tag(api)
-    run("ctr", "-n", "k8s.io", "images", "tag", "--force", f"docker.io/library/baton:{tag}", "docker.io/library/baton:next")
+    if not EXISTING:
+        tag = image_tag(api)
+        run("ctr", "-n", "k8s.io", "images", "tag", "--force", f"docker.io/library/baton:{tag}", "docker.io/library/baton:next")
     with table.under_load(f"{what}, upgrade to another image and rollback", gap=2.5):
         helm("upgrade", values, "--set", "image.tag=next", "--wait")
         wait("pod of the old image gone", lambda: all(":next" in image(pod) for pod in serving(api)))
@@ -557,7 +595,7 @@ def scale(table, api):
                 if name in old or name in served or not condition(pod, "Ready"):
                     continue
                 ready.setdefault(name, time.monotonic())
-                if steps(pod):
+                if steps(api, pod):
                     served[name] = time.monotonic()
             return len(served) == 2
 
@@ -568,26 +606,26 @@ def scale(table, api):
     table.seconds("a new decode node's first request after Ready, s", seconds, 2)
 
 
-def steps(pod):
+def steps(api, pod):
     """Returns the tokens that a node's steps have processed."""
-    with urllib.request.urlopen(f"http://{pod['status']['podIP']}:9090/metrics", timeout=5) as response:
-        values = re.findall(r"^baton_step_tokens_total\S* (\S+)$", response.read().decode(), re.M)
-    return sum(map(float, values))
+    return sum(map(float, re.findall(r"^baton_step_tokens_total\S* (\S+)$", api.metrics(pod), re.M)))
 
 
 def main():
-    table, api = Table(), Api()
+    table, api = Table(), KubectlApi() if EXISTING else Api()
     few = write_values("few", router=1, prefill=1, decode=1)
     many = write_values("many", router=2, prefill=2, decode=2)
     try:
-        missing_resource_definition(table, api, few)
-        dry_run(table, api)
-        place_on_gpus(table, api)
+        if not EXISTING:
+            missing_resource_definition(table, api, few)
+            dry_run(table, api)
+            place_on_gpus(table, api)
         install(table, api, few)
         run(*readme_command("test"))
-        trace(table, api)
-        panels(table, few)
-        second_release(table, api, few)
+        if not EXISTING:
+            trace(table, api)
+            panels(table, few)
+            second_release(table, api, few)
         bad_input(table, api, few)
         upgrade(table, api, few, "1P1D")
         scale(table, api)
@@ -596,7 +634,8 @@ def main():
         delete_decode(table, api)
         delete_etcd(table, api)
         evict_all(table, api)
-        alerts(table, api, few)
+        if not EXISTING:
+            alerts(table, api, few)
     finally:
         table.print()
     return table.failed > 0

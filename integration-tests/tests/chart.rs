@@ -1,6 +1,6 @@
 //! The Helm chart: `chart.py` renders it with the oldest and the newest supported Helm,
 //! `dashboards.py` asks Prometheus for the data of all panels and for the metrics that alerts
-//! select.
+//! select. `existing_cluster.py` runs the test of an existing cluster with fake programs.
 
 use std::process::Command;
 
@@ -14,6 +14,11 @@ use integration_tests::{
 #[test]
 fn chart_renders_valid_objects_and_refuses_bad_values() -> Result<()> {
     run("chart.py", &[])
+}
+
+#[test]
+fn test_in_an_existing_cluster_checks_its_arguments_and_cleans_up() -> Result<()> {
+    run("existing_cluster.py", &[])
 }
 
 #[test]
