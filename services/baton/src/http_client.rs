@@ -10,7 +10,7 @@ use hyper::body::Incoming;
 use hyper_util::{client::legacy::Client, rt::TokioExecutor};
 use serde_json::Value;
 
-use crate::{connector::Connector, sse::SseReader};
+use crate::{connector::Connector, sse::SseReader, table::printable};
 
 /// Deadline of a request whose body is read whole, unless [`HttpClient::within`] sets another one.
 pub(crate) const GET_WITHIN: Duration = Duration::from_secs(10);
@@ -129,14 +129,17 @@ pub(crate) fn json_answer(url: &str, body: &[u8]) -> Result<Value> {
         .with_context(|| format!("cannot read the answer of {url}; expected JSON"))
 }
 
-/// Returns the message of an error response: of the API, or the text of a proxy.
+/// Returns the message of an error response as printable text: of the API, or the text of a proxy.
 pub(crate) fn error_message(body: &[u8]) -> String {
     let error: Value = serde_json::from_slice(body).unwrap_or_default();
-    match error["error"]["message"].as_str() {
+    let text = String::from_utf8_lossy(body);
+    let message = match error["error"]["message"].as_str() {
         Some(message) => message.to_owned(),
         None if body.is_empty() => "(no message)".to_owned(),
-        None => String::from_utf8_lossy(body).trim().chars().take(TEXT_CHARS_MAX).collect(),
-    }
+        None => text.trim().chars().take(TEXT_CHARS_MAX).collect(),
+    };
+    // A proxy's page has several lines.
+    printable(&message.replace(['\r', '\n', '\t'], " "))
 }
 
 async fn whole_body(response: Response<Incoming>) -> Result<Bytes> {

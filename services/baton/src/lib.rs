@@ -2,9 +2,9 @@
 //!
 //! `up` runs a whole cluster on this machine, `check` sends requests to a cluster, `bench` measures
 //! an engine or a server, `model` fetches models, `node` manages the nodes of a cluster, `doctor`
-//! reports GPUs and libraries, `explain` reports requests, `keys` makes API keys, `replay` and
-//! `sim` simulate a cluster. `baton-bench` uses the engine benchmark, its statistics and the model
-//! store from here.
+//! reports GPUs and libraries, `explain` reports requests, `top` shows nodes, requests and weight
+//! updates, `keys` makes API keys, `replay` and `sim` simulate a cluster. `baton-bench` uses the
+//! engine benchmark, its statistics and the model store from here.
 
 // Only `up::process` needs unsafe code, for system calls that the standard library does not offer.
 #![deny(unsafe_code)]
@@ -13,6 +13,7 @@
 #[macro_use]
 mod print;
 
+mod admin_client;
 pub mod bench;
 pub mod check;
 mod client_args;
@@ -29,5 +30,7 @@ mod request_trace;
 pub mod sim;
 mod sse;
 mod staging;
+mod table;
+pub mod top;
 pub mod up;
 pub mod weights;

@@ -4,7 +4,9 @@
 
 use std::process::ExitCode;
 
-use baton::{bench, check, doctor, explain, keys, model_store, node, replay, sim, up, weights};
+use baton::{
+    bench, check, doctor, explain, keys, model_store, node, replay, sim, top, up, weights,
+};
 use clap::{Parser, Subcommand};
 
 /// Operator's command for Baton clusters.
@@ -41,6 +43,8 @@ enum CliCommand {
     Doctor(doctor::DoctorArgs),
     /// Explains a request: its nodes and why, the time of each stage, and what failed.
     Explain(explain::ExplainArgs),
+    /// Shows nodes, requests and weight updates of a router, as the console of `router.admin` does.
+    Top(top::TopArgs),
     /// Replays recorded requests on a simulated cluster of up to 1,000 nodes.
     Replay(replay::ReplayArgs),
     /// Simulates two nodes with and without disaggregation, and prints when disaggregation wins, as
@@ -62,6 +66,7 @@ fn main() -> ExitCode {
         CliCommand::Weights(command) => weights::run(command),
         CliCommand::Doctor(args) => doctor::run(args),
         CliCommand::Explain(args) => explain::run(args),
+        CliCommand::Top(args) => top::run(args),
         CliCommand::Replay(args) => replay::run(args),
         CliCommand::BreakEven(args) => replay::break_even::run(args),
         CliCommand::Sim(args) => sim::run(args),

@@ -6,23 +6,21 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context, Result, bail};
-use bytes::Bytes;
+use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
 use serde_json::Value;
 use tempfile::NamedTempFile;
 
 use crate::{
-    client_args::ClientArgs,
-    http_client::{GET_WITHIN, error_message, json_answer},
+    admin_client::AdminArgs,
+    http_client::{GET_WITHIN, json_answer},
+    table::aligned,
 };
-
-const CONNECT_MAX: Duration = Duration::from_secs(2);
 
 #[derive(Subcommand)]
 pub enum NodeCommand {
     /// Lists the nodes with role, health and load.
-    List(NodeAdminArgs),
+    List(AdminArgs),
     /// Makes a node finish its requests and reject new ones.
     Drain(NodeArgs),
     /// Lets a drained node accept requests again.
@@ -35,20 +33,11 @@ pub enum NodeCommand {
 }
 
 #[derive(Args)]
-pub struct NodeAdminArgs {
-    /// Address of the router's admin API (`router.admin`).
-    #[arg(long, default_value = "http://127.0.0.1:8002", value_name = "URL")]
-    admin: String,
-    #[command(flatten)]
-    client: ClientArgs,
-}
-
-#[derive(Args)]
 pub struct NodeArgs {
     /// Id or URL of the node, as `baton node list` prints them.
     node: String,
     #[command(flatten)]
-    admin: NodeAdminArgs,
+    admin: AdminArgs,
 }
 
 #[derive(Args)]
@@ -68,7 +57,9 @@ pub fn run(command: NodeCommand) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let text = runtime.block_on(async {
         match command {
-            NodeCommand::List(admin) => Ok(table(&admin.call("GET", "").await?)),
+            NodeCommand::List(admin) => {
+                Ok(table(&admin.client(GET_WITHIN)?.call("GET", "/v1/nodes").await?))
+            }
             NodeCommand::Drain(node) => node.call("drain").await,
             NodeCommand::Undrain(node) => node.call("undrain").await,
             NodeCommand::ResetPrefixCache(node) => node.call("reset-prefix-cache").await,
@@ -81,8 +72,8 @@ pub fn run(command: NodeCommand) -> Result<()> {
 
 impl NodeArgs {
     async fn call(&self, call: &str) -> Result<String> {
-        let path = format!("/{}/{call}", path_segment(&self.node));
-        let answer = self.admin.call("POST", &path).await?;
+        let path = format!("/v1/nodes/{}/{call}", path_segment(&self.node));
+        let answer = self.admin.client(GET_WITHIN)?.call("POST", &path).await?;
         let count = |name: &str| answer[name].as_u64();
         Ok(match (count("attempts_in_flight"), count("dropped_blocks")) {
             (Some(attempts), _) => format!("{}: {call}, {attempts} attempts in flight", self.node),
@@ -102,37 +93,14 @@ impl TraceArgs {
         let mut file = NamedTempFile::new_in(folder).with_context(cannot_write)?;
         // The router's deadline is shorter, and its error tells more.
         let within = 2 * GET_WITHIN + Duration::from_secs((*seconds).into());
-        let path = format!("/{}/trace?seconds={seconds}", path_segment(node));
-        let (url, body) = admin.body("POST", &path, within).await?;
+        let path = format!("/v1/nodes/{}/trace?seconds={seconds}", path_segment(node));
+        let (url, body) = admin.client(within)?.body("POST", &path).await?;
         let about = json_answer(&url, &body)?["otherData"].take();
         file.write_all(&body).with_context(cannot_write)?;
         file.persist(output).with_context(cannot_write)?;
         let (time, steps) = (about["seconds"].as_f64().unwrap_or_default(), &about["steps"]);
         let full = if about["is_full"] == true { ", then the trace was full" } else { "" };
         Ok(format!("{node}: {steps} steps in {time:.1} s{full}: {shown}"))
-    }
-}
-
-impl NodeAdminArgs {
-    async fn call(&self, method: &str, path: &str) -> Result<Value> {
-        let (url, body) = self.body(method, path, GET_WITHIN).await?;
-        json_answer(&url, &body)
-    }
-
-    /// Returns URL and body of a successful answer.
-    async fn body(&self, method: &str, path: &str, within: Duration) -> Result<(String, Bytes)> {
-        let url = format!("{}/v1/nodes{path}", self.admin.trim_end_matches('/'));
-        let client = self.client.client(CONNECT_MAX)?.within(within);
-        let (status, body) = client.request(method, &url).await.with_context(|| {
-            format!(
-                "cannot reach the router's admin API at {}; expected the address of router.admin",
-                self.admin
-            )
-        })?;
-        if !status.is_success() {
-            bail!("{status}: {}", error_message(&body));
-        }
-        Ok((url, body))
     }
 }
 
@@ -150,16 +118,9 @@ fn table(answer: &Value) -> String {
         other => other.to_string(),
     };
     let columns = ["node", "role", "health", "draining", "running", "waiting", "model", "grpc"];
-    let head = columns.map(str::to_uppercase).to_vec();
-    let rows = nodes.iter().map(|node| columns.map(|column| text(&node[column])).to_vec());
-    let rows: Vec<Vec<String>> = [head].into_iter().chain(rows).collect();
-    let width = |column: usize| rows.iter().map(|row| row[column].len()).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..columns.len()).map(width).collect();
-    let line = |row: &Vec<String>| {
-        let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:width$}"));
-        cells.collect::<Vec<_>>().join("  ").trim_end().to_owned()
-    };
-    rows.iter().map(line).collect::<Vec<_>>().join("\n")
+    let head = columns.map(str::to_uppercase);
+    let rows = nodes.iter().map(|node| columns.map(|column| text(&node[column])));
+    aligned(head.each_ref().map(String::as_str), &rows.collect::<Vec<_>>()).join("\n")
 }
 
 #[cfg(test)]
