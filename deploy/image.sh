@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Packs an image as an OCI archive, with buildah, podman or docker. Packing runs no program of the image. Equal inputs give
-# an equal digest: all times are the commit's.
+# an equal digest: all times are the commit's, or SOURCE_DATE_EPOCH.
 #
 #   deploy/image.sh cpu     the four binaries, their libraries, CA certificates, licenses
 #   deploy/image.sh gpu     also Baton's kernels, cuBLASLt, NCCL and the libraries of RDMA adapters
@@ -8,6 +8,8 @@
 #
 #   BATON_BIN     folder of the binaries, default target/release
 #   BATON_IMAGE   name of the image, default baton:VERSION, baton:VERSION-gpu or baton-etcd:VERSION
+#
+# deploy/image/labels.sh lists the variables of the labels.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 kind=${1:-cpu}
@@ -21,6 +23,9 @@ case $kind in
     *) echo "invalid image: \"$kind\"; expected cpu, gpu or etcd" >&2; exit 1 ;;
 esac
 name=${BATON_IMAGE:-$name}
+title=${name##*/}
+# Before the packing, so that an invalid variable costs no time.
+labels=$(deploy/image/labels.sh "${title%%:*}")
 out=$target/image
 work=$out/$kind
 root=$work/root
@@ -81,13 +86,9 @@ chmod 1777 "$root/tmp"
 echo "baton:x:65532:65532::/tmp:/sbin/nologin" >"$root/etc/passwd"
 echo "hosts: files dns" >"$root/etc/nsswitch.conf"
 
-time=$(git log -1 --format=%ct)
-options=(--file deploy/image/Containerfile --tag "$name"
-    --label "org.opencontainers.image.title=${name%%:*}"
-    --label "org.opencontainers.image.version=$version"
-    --label "org.opencontainers.image.revision=$(git describe --always --abbrev=40 --dirty)"
-    --label "org.opencontainers.image.created=$(date --utc --date="@$time" +%Y-%m-%dT%H:%M:%SZ)"
-    --label "org.opencontainers.image.licenses=Apache-2.0")
+time=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct)}
+options=(--file deploy/image/Containerfile --tag "$name")
+while read -r label; do options+=(--label "$label"); done <<<"$labels"
 archive=$out/$kind.tar
 rm -f "$archive"
 # Docker without its plugin buildx cannot write OCI archives.

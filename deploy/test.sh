@@ -21,6 +21,8 @@ python3 -m pip install --quiet --upgrade --target "$target/python" \
 deploy/chart-tools.sh
 # The tests of a faulty network: namespaces and a firewall.
 deploy/deps.sh ip=iproute2 nft=nftables
+# The test of images packs one.
+command -v podman >/dev/null || docker buildx version >/dev/null 2>&1 || deploy/deps.sh buildah
 # The membership tests start etcd.
 deploy/etcd.sh
 
