@@ -93,6 +93,8 @@ async fn keyboard_drains_and_undrains_a_node() {
     page.press("Enter");
     page.wait(&format!("{button}.textContent === 'Undrain'"));
     cluster.wait_nodes(0, 1).await;
+    let drain = "document.querySelector('#node-rows tr').cells[3].textContent";
+    page.wait(&format!("{drain} === 'drained'"));
     assert_eq!(
         page.value("document.getElementById('state').textContent").as_str().map(str::is_empty),
         Some(false)
@@ -102,7 +104,7 @@ async fn keyboard_drains_and_undrains_a_node() {
     page.press("Enter");
     page.press("Tab");
     page.press("Enter");
-    page.wait(&format!("{button}.textContent === 'Drain'"));
+    page.wait(&format!("{button}.textContent === 'Drain' && {drain} === '–'"));
     cluster.wait_nodes(1, 1).await;
     // The close event of a cancelled dialog arrives when the next dialog is open already.
     let cancel = "document.getElementById('confirm-no')";

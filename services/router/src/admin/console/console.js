@@ -145,8 +145,13 @@ function stateOf(node) {
   if (node.health !== "up") return ["bad", `${node.health}: ${node.reason}`];
   if (node.excluded) return ["bad", `excluded: ${node.excluded}`];
   if (node.pause) return ["warn", node.pause];
-  if (node.draining) return ["warn", "draining"];
   return ["good", "up"];
+}
+
+// Returns class and text of a node's drain. A drained node has no sequence left, so it may be stopped.
+function drainOf(node) {
+  if (!node.draining) return ["empty", "–"];
+  return node.running + node.waiting + node.in_flight === 0 ? ["good", "drained"] : ["warn", "draining"];
 }
 
 function drainButton(node) {
@@ -163,7 +168,7 @@ function drainButton(node) {
 }
 
 function showNodes({ nodes, links, links_left_out: leftOut }) {
-  const up = nodes.filter((node) => stateOf(node)[1] === "up");
+  const up = nodes.filter((node) => stateOf(node)[1] === "up" && !node.draining);
   const running = nodes.reduce((sum, node) => sum + node.running, 0);
   const waiting = nodes.reduce((sum, node) => sum + node.waiting, 0);
   setText(byId("nodes-summary"),
@@ -172,6 +177,7 @@ function showNodes({ nodes, links, links_left_out: leftOut }) {
     (td) => { setText(td, nameOf(node)); td.title = node.grpc; },
     node.both_roles ? `${node.role}, fluid` : node.role,
     state(...stateOf(node)),
+    state(...drainOf(node)),
     count(node.running),
     count(node.waiting),
     share(node.prefilling, node.running),
