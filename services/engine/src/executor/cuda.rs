@@ -673,19 +673,23 @@ pub fn check_sizes(
         let allowed = "multiples of 8";
         return Err(CudaError::Unsupported { what, value, allowed }.into());
     }
-    let sizes = [
-        ("the model's hidden size", config.hidden_size),
-        ("a rank's feed-forward size", config.ffn_size_of(shard)),
-        ("the model's head size", config.head_dim),
-    ];
-    for (what, value) in sizes {
-        if !value.is_multiple_of(8) {
-            let (value, allowed) = (value.to_string(), "multiples of 8");
+    // Rows of the hidden size are quantized as a whole.
+    let (hidden_unit, hidden_allowed) = match weights {
+        WeightFormat::Fp8 => (16, "multiples of 16 in fp8"),
+        _ => (8, "multiples of 8"),
+    };
+    for (what, value, unit, allowed) in [
+        ("the model's hidden size", config.hidden_size, hidden_unit, hidden_allowed),
+        ("a rank's feed-forward size", config.ffn_size_of(shard), 8, "multiples of 8"),
+        ("the model's head size", config.head_dim, 8, "multiples of 8"),
+    ] {
+        if !value.is_multiple_of(unit) {
+            let value = value.to_string();
             return Err(CudaError::Unsupported { what, value, allowed }.into());
         }
     }
     if config.head_dim > 256 {
-        let (what, value) = (sizes[2].0, config.head_dim.to_string());
+        let (what, value) = ("the model's head size", config.head_dim.to_string());
         return Err(CudaError::Unsupported { what, value, allowed: "up to 256" }.into());
     }
     Ok(())
@@ -741,5 +745,26 @@ mod tests {
             let error = refusal(experts, chosen, weights, compute);
             assert!(error.ends_with(expected), "{error}");
         }
+    }
+
+    #[test]
+    fn hidden_sizes_without_quantization_are_refused() {
+        let refusal = |hidden: u32, weights| {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("config.json");
+            let config = json!({
+                "architectures": ["LlamaForCausalLM"], "hidden_size": hidden, "intermediate_size": 96,
+                "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+                "head_dim": 64, "vocab_size": 200
+            });
+            std::fs::write(&path, config.to_string()).unwrap();
+            let checkpoint = Checkpoint::open(&path, LoadFormat::Dummy { seed: 1 }).unwrap();
+            let checked = check_sizes(checkpoint.config(), Shard::WHOLE, (weights, 90));
+            checked.err().map(|error| error.to_string()).unwrap_or_default()
+        };
+        assert_eq!(refusal(72, WeightFormat::Bf16), "");
+        assert_eq!(refusal(80, WeightFormat::Fp8), "");
+        let error = refusal(72, WeightFormat::Fp8);
+        assert!(error.ends_with("hidden size is 72; expected multiples of 16 in fp8"), "{error}");
     }
 }
