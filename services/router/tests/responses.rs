@@ -2,18 +2,21 @@
 
 mod common;
 
-use std::time::Duration;
+use std::{fs, path::Path, sync::Arc, time::Duration};
 
 use common::{
     Cluster,
     client::{Answer, eventually},
     encode,
-    node::Behaviour,
+    node::{Behaviour, MODEL, ScriptedNode},
     settings,
 };
 use http::{Method, StatusCode};
 use http_body_util::BodyExt;
+use proto::v1::Role;
+use router::ModelSource;
 use serde_json::{Value, json};
+use text::{ModelText, ModelTextOptions, SpecialTokens};
 
 const PATH: &str = "/v1/responses";
 const ANSWER: &str = "The capital is Paris.";
@@ -138,6 +141,44 @@ async fn a_response_is_stored_listed_and_deleted() {
     assert_unknown(
         &cluster.client.post(PATH, &request(json!({"previous_response_id": response["id"]}))).await,
     );
+}
+
+/// The tags of gpt-oss are special tokens here, as in its own vocabulary.
+#[tokio::test]
+async fn log_probabilities_of_a_message_begin_with_its_text() {
+    let small = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../integration-tests/pooling/qwen3_embedding/tokenizer.json");
+    let mut tokenizer = fs::read_to_string(small).unwrap();
+    for (token, tag) in [
+        ("<|im_start|>", "<|channel|>"),
+        ("<|im_end|>", "<|end|>"),
+        ("\"<s>\"", "\"<|message|>\""),
+        ("\"</s>\"", "\"<|start|>\""),
+    ] {
+        tokenizer = tokenizer.replace(token, tag);
+    }
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("tokenizer.json"), tokenizer).unwrap();
+    let options =
+        ModelTextOptions { chat_template: Some(HARMONY.to_owned()), ..Default::default() };
+    let text = Arc::new(ModelText::open_with(folder.path(), options).unwrap());
+    let model = ModelSource { name: MODEL.to_owned(), text: text.clone() };
+    let decode = ScriptedNode::start(Role::Decode, "decode-0");
+    let cluster = Cluster::start_sources(settings(), vec![model], vec![], vec![decode]).await;
+    let content = "<|channel|>final<|message|>Noon.";
+    let thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant";
+    for answer in [content.to_owned(), format!("{thought}{content}")] {
+        let answer = text.tokenizer().encode(&answer, SpecialTokens::Parse).unwrap();
+        cluster.decode[0].answer_with(&answer);
+        let body = request(json!({"include": ["message.output_text.logprobs"],
+            "max_output_tokens": answer.len()}));
+        let whole = cluster.client.post(PATH, &body).await.json();
+        let part = &whole["output"].as_array().unwrap().last().unwrap()["content"][0];
+        assert_eq!(part["text"], "Noon.", "{whole}");
+        let logprobs = part["logprobs"].as_array().unwrap();
+        let tokens: String = logprobs.iter().map(|one| one["token"].as_str().unwrap()).collect();
+        assert_eq!(tokens, "Noon.", "{whole}");
+    }
 }
 
 #[tokio::test]

@@ -45,7 +45,7 @@ pub use sampling_defaults::SamplingDefaults;
 pub use stop::{
     STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX, StopProgress, StopStringError, StopStrings,
 };
-pub use stream::{HeaderTokens, StopHit, TextDelta, TextStream, TextStreamOptions};
+pub use stream::{HeaderSearch, HeaderTokens, StopHit, TextDelta, TextStream, TextStreamOptions};
 pub use template::{ChatTemplate, RENDERED_BYTES_MAX, RenderRequest, TEMPLATE_FUEL, TemplateError};
 pub use token_table::TokenTable;
 pub use tokenizer::{EncodeError, SpecialTokens, TEXT_BYTES_MAX, Tokenizer};

@@ -65,6 +65,16 @@ pub struct SplitText {
     pub rest: String,
 }
 
+impl SplitText {
+    pub fn of_reasoning(text: String) -> Self {
+        Self { reasoning: text, rest: String::new() }
+    }
+
+    pub fn of_rest(text: String) -> Self {
+        Self { reasoning: String::new(), rest: text }
+    }
+}
+
 /// Choice of a model's format of reasoning.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ReasoningChoice {
@@ -140,11 +150,16 @@ impl ReasoningFormat {
         ids.filter(|&id| tokenizer.is_special(id)).collect()
     }
 
-    /// Returns the tokens around the headers of messages, if the format has messages.
-    pub fn header_tokens(&self, tokenizer: &Tokenizer) -> Option<HeaderTokens> {
+    /// Returns the tokens around the headers of messages in an answer that begins at `start`, if
+    /// the format has messages.
+    pub fn header_tokens(
+        &self,
+        tokenizer: &Tokenizer,
+        start: ReasoningStart,
+    ) -> Option<HeaderTokens> {
         match self.syntax {
             ReasoningSyntax::Tags => None,
-            ReasoningSyntax::Messages => harmony::header_tokens(tokenizer),
+            ReasoningSyntax::Messages => harmony::header_tokens(tokenizer, start),
         }
     }
 }
@@ -182,27 +197,19 @@ impl ReasoningParser {
         }
     }
 
-    /// Processes the next piece of text.
-    pub fn push(&mut self, text: &str) -> Vec<SplitText> {
+    /// Processes the next piece of text and appends its final text.
+    pub fn push(&mut self, text: String, out: &mut Vec<SplitText>) {
         match &mut self.0 {
-            FormatParser::Tags(parser) => vec![parser.push(text)],
-            FormatParser::Messages(parser) => {
-                let mut all = Vec::new();
-                parser.push(text, &mut all);
-                all
-            }
+            FormatParser::Tags(parser) => out.push(parser.push(text)),
+            FormatParser::Messages(parser) => parser.push(text, out),
         }
     }
 
-    /// Ends the answer and returns the text that was held back.
-    pub fn finish(self) -> Vec<SplitText> {
+    /// Ends the answer and appends the text that was held back.
+    pub fn finish(self, out: &mut Vec<SplitText>) {
         match self.0 {
-            FormatParser::Tags(parser) => vec![parser.finish()],
-            FormatParser::Messages(parser) => {
-                let mut all = Vec::new();
-                parser.finish(&mut all);
-                all
-            }
+            FormatParser::Tags(parser) => out.push(parser.finish()),
+            FormatParser::Messages(parser) => parser.finish(out),
         }
     }
 }

@@ -41,17 +41,56 @@ pub struct StopHit {
     pub token_count: u32,
 }
 
-/// Headers of messages in an answer, in which a stop string is ordinary text. Text before the first
-/// of the `begin` tokens belongs to no header.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// Headers of messages in an answer, in which a stop string is ordinary text.
+#[derive(Clone, Copy, Debug)]
 pub struct HeaderTokens {
-    /// Tokens after which a header begins.
-    pub begin: Vec<u32>,
+    /// Tokens that begin a header.
+    pub begin: [Option<u32>; 3],
     /// Last token of a header.
     pub end: u32,
     /// Maximum length of a header in bytes. Text after this length is no header, even if the last
     /// token of the header is missing.
     pub bytes_max: usize,
+    /// Returns whether text at the beginning of the answer may belong to a header, of which a
+    /// `begin` token is still to come. `None` if the answer does not begin with a header.
+    pub may_open: Option<fn(&str) -> bool>,
+}
+
+/// Search for the headers of messages in the tokens of an answer.
+#[derive(Clone, Debug)]
+pub struct HeaderSearch {
+    tokens: HeaderTokens,
+    /// Bytes of the current header so far; `None` outside a header.
+    bytes: Option<usize>,
+}
+
+impl HeaderSearch {
+    pub fn new(tokens: HeaderTokens) -> Self {
+        Self { tokens, bytes: None }
+    }
+
+    /// Returns whether the next token, which has `bytes` of text, belongs to a header. Text before
+    /// the first of the `begin` tokens belongs to none.
+    pub fn takes(&mut self, id: u32, bytes: usize) -> bool {
+        let HeaderTokens { end, bytes_max, .. } = self.tokens;
+        let length = self.bytes.map(|before| before + bytes).filter(|&length| length <= bytes_max);
+        let begins = self.begins_with(id);
+        self.bytes = if begins { Some(0) } else { length.filter(|_| id != end) };
+        begins || length.is_some()
+    }
+
+    fn begins_with(&self, id: u32) -> bool {
+        self.tokens.begin.contains(&Some(id))
+    }
+}
+
+/// Text at the beginning of an answer that may belong to a header.
+#[derive(Clone, Debug)]
+struct Opening {
+    may_be_header: fn(&str) -> bool,
+    text: String,
+    /// Bytes of the text up to the end of each token.
+    ends: Vec<usize>,
 }
 
 /// Detokenizer and stop strings of one choice.
@@ -66,9 +105,9 @@ pub struct HeaderTokens {
 pub struct TextStream {
     detokenizer: Detokenizer,
     stops: StopStrings,
-    headers: Option<HeaderTokens>,
-    /// Bytes of the current header so far; `None` outside a header.
-    header_bytes: Option<usize>,
+    headers: Option<HeaderSearch>,
+    /// Until it is known whether the text so far belongs to a header.
+    opening: Option<Opening>,
     min_tokens: u32,
     token_count: u32,
     stopped: Option<StopHit>,
@@ -83,7 +122,7 @@ impl TextStream {
             detokenizer,
             stops,
             headers: None,
-            header_bytes: None,
+            opening: None,
             min_tokens,
             token_count: 0,
             stopped: None,
@@ -92,7 +131,13 @@ impl TextStream {
 
     /// Does not apply stop strings within these headers.
     pub fn with_headers(mut self, headers: Option<HeaderTokens>) -> Self {
-        self.headers = headers;
+        let may_open = headers.and_then(|headers| headers.may_open);
+        self.opening = may_open.map(|may_be_header| Opening {
+            may_be_header,
+            text: String::new(),
+            ends: Vec::new(),
+        });
+        self.headers = headers.map(HeaderSearch::new);
         self
     }
 
@@ -113,36 +158,58 @@ impl TextStream {
             self.token_count += 1;
             piece.clear();
             self.detokenizer.push_to(id, &mut piece);
-            let is_within_header = self.is_within_header(id, piece.len());
-            if self.token_count <= self.min_tokens || is_within_header {
-                text.push_str(&self.stops.push_unstoppable(&piece));
-                if is_within_header {
-                    text.push_str(&self.stops.restart());
-                }
-                continue;
+            match self.opening.take() {
+                Some(opening) => self.take_opening(opening, id, &piece, &mut text),
+                None => self.take_token(id, &piece, &mut text),
             }
-            let progress = self.stops.push(&piece);
-            match text.is_empty() {
-                true => text = progress.emit,
-                false => text.push_str(&progress.emit),
-            }
-            self.stopped = progress
-                .stopped
-                .map(|stop_index| StopHit { stop_index, token_count: self.token_count });
         }
         TextDelta { text, stopped: self.stopped }
     }
 
-    /// Returns whether the next token, which has `bytes` of text, belongs to a header.
-    fn is_within_header(&mut self, id: u32, bytes: usize) -> bool {
-        let Some(headers) = &self.headers else { return false };
-        let length = self.header_bytes.map(|before| before + bytes);
-        let length = length.filter(|&length| length <= headers.bytes_max);
-        self.header_bytes = match headers.begin.contains(&id) {
-            true => Some(0),
-            false => length.filter(|_| id != headers.end),
-        };
-        length.is_some()
+    /// Processes a token while the text so far may belong to a header. Text that turns out to
+    /// belong to none may have a stop string: then the answer ends with this token.
+    fn take_opening(&mut self, mut opening: Opening, id: u32, piece: &str, text: &mut String) {
+        if self.headers.as_ref().is_some_and(|headers| headers.begins_with(id)) {
+            text.push_str(&opening.text);
+            return self.take_token(id, piece, text);
+        }
+        opening.text.push_str(piece);
+        opening.ends.push(opening.text.len());
+        if (opening.may_be_header)(&opening.text) {
+            self.opening = Some(opening);
+            return;
+        }
+        let mut start = 0;
+        for (index, end) in (1..).zip(opening.ends) {
+            if self.stopped.is_none() {
+                self.take_text(&opening.text[start..end], index <= self.min_tokens, text);
+                start = end;
+            }
+        }
+    }
+
+    fn take_token(&mut self, id: u32, piece: &str, text: &mut String) {
+        let headers = self.headers.as_mut();
+        let is_within_header = headers.is_some_and(|headers| headers.takes(id, piece.len()));
+        self.take_text(piece, is_within_header || self.token_count <= self.min_tokens, text);
+        if is_within_header {
+            text.push_str(&self.stops.restart());
+        }
+    }
+
+    /// Processes the text of a token. `is_plain`: a stop string that ends in it is ordinary text.
+    fn take_text(&mut self, piece: &str, is_plain: bool, text: &mut String) {
+        if is_plain {
+            return text.push_str(&self.stops.push_unstoppable(piece));
+        }
+        let progress = self.stops.push(piece);
+        match text.is_empty() {
+            true => *text = progress.emit,
+            false => text.push_str(&progress.emit),
+        }
+        self.stopped = progress
+            .stopped
+            .map(|stop_index| StopHit { stop_index, token_count: self.token_count });
     }
 
     /// Ends an answer without a stop string and returns the rest of its text.
@@ -150,7 +217,8 @@ impl TextStream {
         if self.stopped.is_some() {
             return String::new();
         }
-        let rest = self.detokenizer.finish();
+        let opening = self.opening.map_or(String::new(), |opening| opening.text);
+        let rest = opening + &self.detokenizer.finish();
         self.stops.push_unstoppable(&rest) + &self.stops.finish()
     }
 }

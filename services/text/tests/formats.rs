@@ -107,8 +107,10 @@ fn outputs_of_every_reasoning_format_are_split_whole_and_in_pieces() {
             let read = |pieces: &[&str]| {
                 let mut parser = ReasoningParser::new(format, start);
                 let mut all = SplitText::default();
-                let splits = pieces.iter().map(|piece| parser.push(piece)).collect::<Vec<_>>();
-                for split in splits.into_iter().chain([parser.finish()]).flatten() {
+                let mut splits = Vec::new();
+                pieces.iter().for_each(|piece| parser.push((*piece).to_owned(), &mut splits));
+                parser.finish(&mut splits);
+                for split in splits {
                     all.reasoning += &split.reasoning;
                     all.rest += &split.rest;
                 }

@@ -118,10 +118,11 @@ fn stop_conditions_do_not_apply_within_min_tokens() {
 
 #[test]
 fn stop_strings_do_not_apply_within_headers() {
-    let headers = HeaderTokens { begin: vec![common::END], end: common::TOOL, bytes_max: 16 };
+    let begin = [Some(common::END), None, None];
+    let headers = HeaderTokens { begin, end: common::TOOL, bytes_max: 16, may_open: None };
     let text_before = |tokens: &[u32]| {
         let stream = stream(&["ab"], false, TextStreamOptions::default());
-        let mut stream = stream.with_headers(Some(headers.clone()));
+        let mut stream = stream.with_headers(Some(headers));
         let delta = stream.push(tokens);
         (delta.text, delta.stopped.map(|hit| hit.token_count))
     };
@@ -136,6 +137,35 @@ fn stop_strings_do_not_apply_within_headers() {
     // A header that does not end is text after its maximum length.
     let answer = [&[common::END][..], &ids("ab"), &ids(&"x".repeat(14)), &ids("ab")].concat();
     assert_eq!(text_before(&answer).1, Some(answer.len() as u32));
+}
+
+#[test]
+fn stop_strings_do_not_apply_within_a_header_that_begins_the_answer() {
+    let headers = HeaderTokens {
+        begin: [Some(common::END), None, None],
+        end: common::TOOL,
+        bytes_max: 16,
+        may_open: Some(|text| "to=".starts_with(text) || text == "to=a" || text == "to=ab"),
+    };
+    let read = |tokens: &[u32]| {
+        let stream = stream(&["ab"], false, TextStreamOptions::default());
+        let mut stream = stream.with_headers(Some(headers));
+        let mut text = String::new();
+        let mut stopped = None;
+        for token in tokens {
+            let delta = stream.push(&[*token]);
+            text += &delta.text;
+            stopped = stopped.or(delta.stopped.map(|hit| hit.token_count));
+        }
+        (text + &stream.finish(), stopped)
+    };
+    let header = [&ids("to=ab")[..], &[common::END, common::TOOL]].concat();
+    let answer = [&header[..], &ids("xab")].concat();
+    assert_eq!(read(&answer), ("to=ab<tool>x".into(), Some(answer.len() as u32)));
+    // Text that turns out not to be a header has its stop string, and text before it.
+    assert_eq!(read(&ids("to=ab cd")), ("to=".into(), Some(6)));
+    assert_eq!(read(&ids("tab")), ("t".into(), Some(3)));
+    assert_eq!(read(&ids("to=ab")), ("to=ab".into(), None));
 }
 
 proptest! {

@@ -244,17 +244,15 @@ fn responses(
             Ok(event) => event,
             Err(error) => return Some((Err(status(error)), None)),
         };
-        let text_of = |text: String| match tokens_only {
-            true => Vec::new(),
-            false => vec![AnswerPiece::Content(text)],
-        };
+        let text_of = |text: String| (!tokens_only).then_some(AnswerPiece::Content(text));
         let event = match event {
             AnswerEvent::Tokens(shown) => {
                 let AnswerTokens { first_index, mut tokens, prompt, text, .. } = shown;
-                let pieces = match &mut reader {
-                    Some(reader) => reader.push(&tokens, text),
-                    None => text_of(text),
-                };
+                let mut pieces = Vec::new();
+                match &mut reader {
+                    Some(reader) => reader.push(&tokens, text, &mut pieces),
+                    None => pieces.extend(text_of(text)),
+                }
                 let WirePieces { reasoning, text, tool_calls } = tools::to_wire(pieces);
                 if let Some(first) = tokens.first_mut() {
                     first.prompt = prompt;
@@ -267,7 +265,7 @@ fn responses(
                 let is_cut = end.is_cut();
                 let (pieces, calls) = match reader.take() {
                     Some(reader) => reader.finish(end.text, is_cut),
-                    None => (text_of(end.text), Calls::None),
+                    None => (text_of(end.text).into_iter().collect(), Calls::None),
                 };
                 let WirePieces { reasoning, text, tool_calls } = tools::to_wire(pieces);
                 generate_response::Event::Finished(Finished {

@@ -238,7 +238,8 @@ impl AnswerContent {
     pub(super) fn push(&mut self, view: &TokenView, tokens: &[Token], text: String) {
         match &mut self.reader {
             Some(reader) => {
-                let pieces = reader.push(tokens, text);
+                let mut pieces = Vec::new();
+                reader.push(tokens, text, &mut pieces);
                 self.add(pieces);
             }
             None => self.text.push_str(&text),

@@ -266,6 +266,8 @@ pub(super) struct CompletionChunks {
     /// Tokens of a completion whose chunk is not written: the next event may end their answer, and
     /// then both have one chunk. Clients count the chunks of completions as tokens.
     held: Option<AnswerTokens>,
+    /// Empty between events, which reuse its memory.
+    pieces: Vec<AnswerPiece>,
 }
 
 /// State of one answer between its chunks.
@@ -353,7 +355,7 @@ impl CompletionChunks {
         let mut head = Vec::new();
         write_json(&reply.chunk::<()>(reply.chunk_object(), vec![]), &mut head);
         head.truncate(head.len() - "]}".len());
-        Self { reply, totals, answers, head, held: None }
+        Self { reply, totals, answers, head, held: None, pieces: Vec::new() }
     }
 
     fn write_tokens(&mut self, shown: AnswerTokens, out: &mut EventBuffer) {
@@ -369,14 +371,15 @@ impl CompletionChunks {
         let AnswerTokens { choice, tokens, text, .. } = shown;
         let progress = &mut self.answers[choice as usize];
         progress.completion_tokens += tokens.len() as u64;
-        let (content, pieces) = match &mut progress.reader {
-            Some(reader) => (None, reader.push(&tokens, text)),
-            None => (Some(AnswerPiece::Content(text)), Vec::new()),
-        };
-        let pieces = content.into_iter().chain(pieces);
-        chat_chunks(&self.reply.view, choice, &tokens, pieces, |chunk| {
+        let mut pieces = std::mem::take(&mut self.pieces);
+        match &mut progress.reader {
+            Some(reader) => reader.push(&tokens, text, &mut pieces),
+            None => pieces.push(AnswerPiece::Content(text)),
+        }
+        chat_chunks(&self.reply.view, choice, &tokens, pieces.drain(..), |chunk| {
             self.write_chunk(choice, chunk, out);
         });
+        self.pieces = pieces;
     }
 
     /// Keeps the last tokens of a completion until their answer's end.

@@ -11,8 +11,8 @@ use proto::{
     v1::{FinishReason, Token},
 };
 use text::{
-    CallableFunction, HeaderTokens, ReasoningFormat, ReasoningParser, ReasoningStart, SplitText,
-    Tokenizer, ToolCall, ToolFormat, ToolParser, ToolPiece,
+    CallableFunction, HeaderSearch, HeaderTokens, ReasoningFormat, ReasoningParser, ReasoningStart,
+    SplitText, Tokenizer, ToolCall, ToolFormat, ToolParser, ToolPiece,
 };
 
 use super::tools::{OfferedTools, RequestedToolChoice};
@@ -43,8 +43,8 @@ impl AnswerReading {
     }
 
     /// Returns the tokens around the headers of messages, if answers consist of messages.
-    pub(crate) fn header_tokens(&self, tokenizer: &Tokenizer) -> Option<HeaderTokens> {
-        self.reasoning.as_ref()?.format.header_tokens(tokenizer)
+    pub(crate) fn header_tokens(&self) -> Option<HeaderTokens> {
+        self.reasoning?.header_tokens
     }
 }
 
@@ -56,6 +56,8 @@ pub(crate) struct ReasoningReading {
     pub start: ReasoningStart,
     /// Token that ends the reasoning.
     pub closing_token: Option<u32>,
+    /// Tokens around the headers of messages, if answers consist of messages.
+    pub header_tokens: Option<HeaderTokens>,
 }
 
 impl ReasoningReading {
@@ -64,7 +66,8 @@ impl ReasoningReading {
         start: ReasoningStart,
         tokenizer: &Tokenizer,
     ) -> Self {
-        Self { format, start, closing_token: format.closing_token(tokenizer) }
+        let closing_token = format.closing_token(tokenizer);
+        Self { format, start, closing_token, header_tokens: format.header_tokens(tokenizer, start) }
     }
 
     /// Returns the tags of the reasoning that may precede the output of a grammar.
@@ -141,6 +144,8 @@ pub(crate) enum AnswerPiece {
 pub(crate) struct AnswerReader {
     reasoning: Option<ReasoningReader>,
     calls: Option<CallReader>,
+    /// Empty between calls, which reuse its memory.
+    splits: Vec<SplitText>,
 }
 
 impl AnswerReader {
@@ -148,26 +153,27 @@ impl AnswerReader {
         Self {
             reasoning: reading.reasoning.map(ReasoningReader::new),
             calls: reading.calls.as_ref().map(|reading| CallReader::new(reading, choice)),
+            splits: Vec::new(),
         }
     }
 
-    /// Processes the next tokens of the answer and their text.
-    pub(crate) fn push(&mut self, tokens: &[Token], text: String) -> Vec<AnswerPiece> {
-        let splits = match &mut self.reasoning {
-            Some(reader) => reader.push(tokens, text),
-            None => vec![SplitText { reasoning: String::new(), rest: text }],
-        };
-        let mut pieces = Vec::new();
-        self.append(splits, &mut pieces);
-        pieces
+    /// Processes the next tokens of the answer and their text, and appends its pieces.
+    pub(crate) fn push(&mut self, tokens: &[Token], text: String, to: &mut Vec<AnswerPiece>) {
+        match &mut self.reasoning {
+            Some(reader) => reader.push(tokens, text, &mut self.splits),
+            None => self.splits.push(SplitText::of_rest(text)),
+        }
+        self.append_splits(to);
     }
 
     /// Returns the remaining pieces, and whether the answer ends with calls. `text` is the rest of
     /// the text; `is_cut` means that the model did not end the answer.
     pub(crate) fn finish(mut self, text: String, is_cut: bool) -> (Vec<AnswerPiece>, Calls) {
-        let mut pieces = self.push(&[], text);
+        let mut pieces = Vec::new();
+        self.push(&[], text, &mut pieces);
         if let Some(reader) = self.reasoning.take() {
-            self.append(reader.parser.finish(), &mut pieces);
+            reader.parser.finish(&mut self.splits);
+            self.append_splits(&mut pieces);
         }
         let calls = match self.calls {
             Some(reader) => reader.finish(is_cut, &mut pieces),
@@ -176,14 +182,20 @@ impl AnswerReader {
         (pieces, calls)
     }
 
+    /// Returns the search for the headers of messages, if the answer consists of messages.
+    pub(crate) fn header_search(&self) -> Option<HeaderSearch> {
+        Some(HeaderSearch::new(self.reasoning.as_ref()?.header_tokens?))
+    }
+
     /// Returns the number of reasoning tokens so far, tags included; `None` if the model has no
     /// format of reasoning.
     pub(crate) fn reasoning_tokens(&self) -> Option<u64> {
         self.reasoning.as_ref().map(|reader| reader.token_count)
     }
 
-    fn append(&mut self, splits: Vec<SplitText>, pieces: &mut Vec<AnswerPiece>) {
-        for SplitText { reasoning, rest } in splits {
+    /// Appends the pieces of the text that the reader of the reasoning has split.
+    fn append_splits(&mut self, pieces: &mut Vec<AnswerPiece>) {
+        for SplitText { reasoning, rest } in self.splits.drain(..) {
             if !reasoning.is_empty() {
                 pieces.push(AnswerPiece::Reasoning(reasoning));
             }
@@ -201,6 +213,7 @@ impl AnswerReader {
 struct ReasoningReader {
     parser: ReasoningParser,
     closing_token: Option<u32>,
+    header_tokens: Option<HeaderTokens>,
     /// Number of reasoning tokens.
     token_count: u64,
     /// Number of tokens before it is known whether the answer begins with reasoning.
@@ -211,21 +224,19 @@ struct ReasoningReader {
 impl ReasoningReader {
     fn new(reading: ReasoningReading) -> Self {
         let parser = ReasoningParser::new(reading.format, reading.start);
-        let closing_token = reading.closing_token;
-        Self { parser, closing_token, token_count: 0, undecided_count: 0, counts: true }
+        let ReasoningReading { closing_token, header_tokens, .. } = reading;
+        let (token_count, undecided_count, counts) = (0, 0, true);
+        Self { parser, closing_token, header_tokens, token_count, undecided_count, counts }
     }
 
-    fn push(&mut self, tokens: &[Token], text: String) -> Vec<SplitText> {
-        if !self.counts && self.parser.is_done() {
-            return vec![SplitText { reasoning: String::new(), rest: text }];
-        }
+    /// Appends the final text. `splits` is empty before.
+    fn push(&mut self, tokens: &[Token], text: String, splits: &mut Vec<SplitText>) {
         let was_thinking = self.parser.is_thinking();
-        let splits = self.parser.push(&text);
+        self.parser.push(text, splits);
         if self.counts {
             let has_reasoning = splits.iter().any(|split| !split.reasoning.is_empty());
             self.count(tokens, was_thinking || has_reasoning);
         }
-        splits
     }
 
     /// Counts the tokens up to the one that ends the reasoning. `has_reasoning`: the text of
@@ -253,33 +264,34 @@ struct CallReader {
     calls: u32,
     /// Whether the last call is incomplete.
     last_is_cut: bool,
+    /// Empty between calls of [`Self::push`], which reuse its memory.
+    pieces: Vec<ToolPiece>,
 }
 
 impl CallReader {
     fn new(reading: &CallReading, choice: u32) -> Self {
         let parser = ToolParser::new(reading.format, reading.functions.clone());
         let parser = if reading.has_grammar { parser.with_first_tag() } else { parser };
-        Self { parser, reading: reading.clone(), choice, calls: 0, last_is_cut: false }
+        let (reading, pieces) = (reading.clone(), Vec::new());
+        Self { parser, reading, choice, calls: 0, last_is_cut: false, pieces }
     }
 
     fn push(&mut self, text: &str, to: &mut Vec<AnswerPiece>) {
-        let mut pieces = Vec::new();
-        self.parser.push(text, &mut pieces);
-        self.number(pieces, to);
+        self.parser.push(text, &mut self.pieces);
+        self.number(to);
     }
 
     /// Appends the remaining pieces, and returns whether the answer ends with calls.
     fn finish(mut self, is_cut: bool, to: &mut Vec<AnswerPiece>) -> Calls {
-        let mut pieces = Vec::new();
         match is_cut {
-            true => self.parser.finish_cut(&mut pieces),
-            false => self.parser.finish(&mut pieces),
+            true => self.parser.finish_cut(&mut self.pieces),
+            false => self.parser.finish(&mut self.pieces),
         }
         if is_cut && self.reading.is_required {
             // The beginning of a call that has no name yet.
-            pieces.retain(|piece| !matches!(piece, ToolPiece::Content(_)));
+            self.pieces.retain(|piece| !matches!(piece, ToolPiece::Content(_)));
         }
-        self.number(pieces, to);
+        self.number(to);
         match (self.calls, self.reading.parallel) {
             (0, _) => Calls::None,
             _ if self.last_is_cut => Calls::Cut,
@@ -290,22 +302,23 @@ impl CallReader {
     }
 
     /// Appends the pieces. Drops everything after the first call if only one call is allowed.
-    fn number(&mut self, pieces: Vec<ToolPiece>, to: &mut Vec<AnswerPiece>) {
-        for piece in pieces {
+    fn number(&mut self, to: &mut Vec<AnswerPiece>) {
+        for piece in self.pieces.drain(..) {
             if self.calls > 0 && !self.reading.parallel {
                 break;
             }
-            to.push(match piece {
-                ToolPiece::Content(text) => AnswerPiece::Content(text),
-                ToolPiece::Call(ref call) | ToolPiece::CutCall(ref call) => {
-                    self.last_is_cut = matches!(piece, ToolPiece::CutCall(_));
-                    let call = call.clone();
-                    let index = self.calls;
-                    self.calls += 1;
-                    let id = format!("{}_{}_{index}", self.reading.id, self.choice);
-                    AnswerPiece::Call { index, id, call }
+            let (call, is_cut) = match piece {
+                ToolPiece::Content(text) => {
+                    to.push(AnswerPiece::Content(text));
+                    continue;
                 }
-            });
+                ToolPiece::Call(call) => (call, false),
+                ToolPiece::CutCall(call) => (call, true),
+            };
+            let index = self.calls;
+            (self.calls, self.last_is_cut) = (index + 1, is_cut);
+            let id = format!("{}_{}_{index}", self.reading.id, self.choice);
+            to.push(AnswerPiece::Call { index, id, call });
         }
     }
 }
@@ -351,7 +364,8 @@ mod tests {
                 CallReading { format, functions, parallel, is_named, is_required, has_grammar, id };
             let reading = AnswerReading { reasoning: None, calls: Some(calls) };
             let mut reader = AnswerReader::new(&reading, 2);
-            let mut pieces = reader.push(&[], text[..40].to_owned());
+            let mut pieces = Vec::new();
+            reader.push(&[], text[..40].to_owned(), &mut pieces);
             let (rest, calls) = reader.finish(text[40..].to_owned(), false);
             pieces.extend(rest);
             (pieces, calls)

@@ -32,7 +32,7 @@ use crate::{
     front::Front,
     nodes::{CallMessage, NodeCall, next_message},
     record::{RequestRecord, WaitingAnswer},
-    request::error::RequestError,
+    request::{answer_reader::AnswerReading, error::RequestError},
     wake::MovingTimer,
 };
 
@@ -370,7 +370,7 @@ impl AnswerText {
         let reading = request.reading.as_ref();
         let shown_tokens = reading.map(|reading| reading.shown_tokens(tokenizer));
         let shown_tokens = shown_tokens.unwrap_or_default();
-        let header_tokens = reading.and_then(|reading| reading.header_tokens(tokenizer));
+        let header_tokens = reading.and_then(AnswerReading::header_tokens);
         let stream = || {
             let (skip_special, min_tokens) = (request.skip_special, sampling.min_tokens);
             let options = TextStreamOptions { skip_special, min_tokens };

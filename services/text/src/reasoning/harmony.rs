@@ -20,6 +20,9 @@ const CALL: &str = "<|call|>";
 /// Ends the answer.
 const RETURN: &str = "<|return|>";
 
+/// First character of every tag.
+const TAG_BEGIN: char = '<';
+
 const TAGS: [&str; 7] = [CHANNEL, MESSAGE, CONSTRAIN, START, END, CALL, RETURN];
 
 const CHANNELS: [(&str, MessageKind); 3] = [
@@ -53,11 +56,15 @@ pub(super) const FORMAT: ReasoningFormat = ReasoningFormat {
     syntax: ReasoningSyntax::Messages,
 };
 
-/// Returns the tokens around headers; `None` if no token ends a header.
-pub(super) fn header_tokens(tokenizer: &Tokenizer) -> Option<HeaderTokens> {
-    let begin = [START, CHANNEL].into_iter().filter_map(|tag| tokenizer.token_id(tag)).collect();
+/// Returns the tokens around the headers of an answer that begins at `start`; `None` if no token
+/// ends a header.
+pub(super) fn header_tokens(tokenizer: &Tokenizer, start: ReasoningStart) -> Option<HeaderTokens> {
+    let begin = [END, START, CHANNEL].map(|tag| tokenizer.token_id(tag));
     let end = tokenizer.token_id(MESSAGE)?;
-    Some(HeaderTokens { begin, end, bytes_max: HEADER_BYTES_MAX })
+    let may_open: fn(&str) -> bool =
+        |text| Header { before: text.to_owned(), ..Header::default() }.may_be_header();
+    let may_open = (start == ReasoningStart::Undecided).then_some(may_open);
+    Some(HeaderTokens { begin, end, bytes_max: HEADER_BYTES_MAX, may_open })
 }
 
 /// Parser of the messages in an answer. Calls remain text, all of them in the form
@@ -118,8 +125,20 @@ impl MessageParser {
         matches!(self.place, Place::Message(MessageKind::Reasoning))
     }
 
-    pub(super) fn push(&mut self, text: &str, out: &mut Vec<SplitText>) {
-        let text = std::mem::take(&mut self.held) + text;
+    pub(super) fn push(&mut self, text: String, out: &mut Vec<SplitText>) {
+        if let Place::Message(kind) = self.place
+            && self.has_text
+            && self.held.is_empty()
+            && !text.contains(TAG_BEGIN)
+        {
+            // Most text, which needs no copy.
+            out.push(match kind {
+                MessageKind::Reasoning => SplitText::of_reasoning(text),
+                MessageKind::Content | MessageKind::Call => SplitText::of_rest(text),
+            });
+            return;
+        }
+        let text = std::mem::take(&mut self.held) + &text;
         let mut rest = text.as_str();
         while let Some((at, tag)) = first_tag(rest) {
             self.take_text(&rest[..at], out);

@@ -59,8 +59,17 @@ impl TagParser {
     }
 
     /// Processes the next piece of text.
-    pub(super) fn push(&mut self, text: &str) -> SplitText {
-        self.held.push_str(text);
+    pub(super) fn push(&mut self, text: String) -> SplitText {
+        if self.held.is_empty() {
+            match self.state {
+                ReasoningState::Reasoning if self.is_reasoning(&text) => {
+                    return SplitText::of_reasoning(text);
+                }
+                ReasoningState::Rest => return SplitText::of_rest(text),
+                _ => {}
+            }
+        }
+        self.held.push_str(&text);
         let mut split = SplitText::default();
         loop {
             match self.state {
@@ -115,11 +124,18 @@ impl TagParser {
         }
     }
 
+    /// Returns whether text within the reasoning needs no search for the closing tag, and nothing
+    /// of it is held back. Most text does, and it is not copied.
+    fn is_reasoning(&self, text: &str) -> bool {
+        let tag_begin = self.format.close.as_bytes().first();
+        !text.ends_with(char::is_whitespace) && !text.bytes().any(|byte| Some(&byte) == tag_begin)
+    }
+
     /// Ends the answer and returns the text that was held back.
     pub(super) fn finish(self) -> SplitText {
         match self.is_thinking() {
-            true => SplitText { reasoning: self.held, rest: String::new() },
-            false => SplitText { reasoning: String::new(), rest: self.held },
+            true => SplitText::of_reasoning(self.held),
+            false => SplitText::of_rest(self.held),
         }
     }
 }
@@ -141,7 +157,7 @@ mod tests {
             all.reasoning.push_str(&split.reasoning);
             all.rest.push_str(&split.rest);
         };
-        pieces.iter().for_each(|piece| add(parser.push(piece)));
+        pieces.iter().for_each(|piece| add(parser.push((*piece).to_owned())));
         add(parser.finish());
         all
     }
@@ -161,7 +177,7 @@ mod tests {
             ("</think>", "", "</think>"),
         ] {
             let expected = SplitText { reasoning: reasoning.into(), rest: rest.into() };
-            assert_eq!(parser.push(piece), expected, "{piece:?}");
+            assert_eq!(parser.push(piece.to_owned()), expected, "{piece:?}");
         }
     }
 

@@ -71,7 +71,16 @@ impl ToolParser {
 
     /// Processes the next piece of text and appends final pieces.
     pub fn push(&mut self, text: &str, out: &mut Vec<ToolPiece>) {
-        for char in text.chars() {
+        let mut rest = text;
+        while let Some(char) = rest.chars().next() {
+            let content = self.content_bytes(rest);
+            if content > 0 {
+                self.held.push_str(&rest[..content]);
+                self.emit_content(out);
+                rest = &rest[content..];
+                continue;
+            }
+            rest = &rest[char.len_utf8()..];
             self.held.push(char);
             if !self.take(char, out) {
                 let rest = self.held.split_off(self.held.len() - self.reusable_bytes());
@@ -116,6 +125,18 @@ impl ToolParser {
         if !ends_a_call {
             self.emit_content(out);
         }
+    }
+
+    /// Returns the number of bytes at the beginning of `text` that are content: all up to a
+    /// character that begins a tag, without white space before it. 0 where calls have other forms.
+    fn content_bytes(&self, text: &str) -> usize {
+        let is_between = matches!(self.state, ParserState::Text);
+        if !is_between || self.is_bare || self.closed.is_some() {
+            return 0;
+        }
+        let begins_tag = |char: char| self.format.opening.iter().any(|tag| tag.starts_with(char));
+        let end = text.find(begins_tag).unwrap_or(text.len());
+        text[..end].trim_end().len()
     }
 
     /// Processes the last character of the held text. Returns whether the held text may belong to a
@@ -242,10 +263,10 @@ impl ToolParser {
             return;
         }
         (self.is_bare, self.closed) = (false, None);
+        let text = std::mem::take(&mut self.held);
         match out.last_mut() {
-            Some(ToolPiece::Content(content)) => content.push_str(&self.held),
-            _ => out.push(ToolPiece::Content(self.held.clone())),
+            Some(ToolPiece::Content(content)) => content.push_str(&text),
+            _ => out.push(ToolPiece::Content(text)),
         }
-        self.held.clear();
     }
 }

@@ -96,6 +96,8 @@ pub(super) struct MessageProgress {
     prompt_tokens: u64,
     /// `None` if the text of the answer is its content.
     reader: Option<AnswerReader>,
+    /// Empty between events, which reuse its memory.
+    pieces: Vec<AnswerPiece>,
     writer: BlockWriter,
     end: MessageEnd,
     usage: MessageUsage,
@@ -113,6 +115,7 @@ impl MessageProgress {
             wants_stats,
             prompt_tokens,
             reader: readers.pop().flatten(),
+            pieces: Vec::new(),
             writer: BlockWriter::new(fields.shows_thinking),
             end: MessageEnd::default(),
             usage: MessageUsage { input_tokens: prompt_tokens, ..MessageUsage::default() },
@@ -122,18 +125,21 @@ impl MessageProgress {
 
     /// Processes an event of the answer; `emit` takes the changes of the content.
     fn add(&mut self, event: AnswerEvent, mut emit: impl FnMut(BlockEvent)) {
-        let (pieces, is_over) = match event {
+        let is_over = match event {
             AnswerEvent::Tokens(shown) => {
                 self.usage.output_tokens += shown.tokens.len() as u64;
-                let pieces = match &mut self.reader {
-                    Some(reader) => reader.push(&shown.tokens, shown.text),
-                    None => vec![AnswerPiece::Content(shown.text)],
-                };
-                (pieces, false)
+                match &mut self.reader {
+                    Some(reader) => reader.push(&shown.tokens, shown.text, &mut self.pieces),
+                    None => self.pieces.push(AnswerPiece::Content(shown.text)),
+                }
+                false
             }
-            AnswerEvent::Finished(end) => (self.finish(end), true),
+            AnswerEvent::Finished(end) => {
+                self.pieces = self.finish(end);
+                true
+            }
         };
-        for piece in pieces {
+        for piece in self.pieces.drain(..) {
             self.writer.push(piece, &mut emit);
         }
         if is_over {

@@ -7,7 +7,8 @@ use axum::{
     Json,
     response::{IntoResponse, Response},
 };
-use proto::v1::FinishReason;
+use proto::v1::{FinishReason, Token};
+use text::HeaderSearch;
 
 use super::{
     KeptResponse,
@@ -49,8 +50,9 @@ pub(super) struct ReplyContext {
 pub(super) struct ResponseBuilder {
     object: ResponseObject,
     context: ReplyContext,
-    /// Log-probabilities of tokens whose text is held back.
-    logprobs: Vec<ChatTokenLogprob>,
+    /// Log-probabilities of tokens whose text is held back; `None` for a token of a header.
+    logprobs: Vec<Option<ChatTokenLogprob>>,
+    headers: Option<HeaderSearch>,
     /// Number of tokens of the thought whose log-probabilities were dropped.
     thought_tokens: u64,
     /// Whether the last item takes further text.
@@ -59,7 +61,15 @@ pub(super) struct ResponseBuilder {
 
 impl ResponseBuilder {
     pub(super) fn new(object: ResponseObject, context: ReplyContext) -> Self {
-        Self { object, context, logprobs: Vec::new(), thought_tokens: 0, is_item_open: false }
+        let headers = context.reader.as_ref().and_then(AnswerReader::header_search);
+        Self {
+            object,
+            context,
+            logprobs: Vec::new(),
+            headers,
+            thought_tokens: 0,
+            is_item_open: false,
+        }
     }
 
     /// Applies an event of the answer.
@@ -67,10 +77,11 @@ impl ResponseBuilder {
         match event {
             AnswerEvent::Tokens(shown) => {
                 self.context.totals.tokens(shown.tokens.len());
-                self.logprobs.extend(self.context.view.chat_logprobs(&shown.tokens));
+                self.add_logprobs(&shown.tokens);
                 match &mut self.context.reader {
                     Some(reader) => {
-                        let pieces = reader.push(&shown.tokens, shown.text);
+                        let mut pieces = Vec::new();
+                        reader.push(&shown.tokens, shown.text, &mut pieces);
                         let thought_tokens = reader.reasoning_tokens().unwrap_or(0);
                         self.drop_logprobs_of_thought(thought_tokens);
                         for piece in pieces {
@@ -81,6 +92,17 @@ impl ResponseBuilder {
                 }
             }
             AnswerEvent::Finished(end) => self.end(end, report),
+        }
+    }
+
+    /// Keeps the log-probabilities of these tokens until their text follows.
+    fn add_logprobs(&mut self, tokens: &[Token]) {
+        let view = &self.context.view;
+        for (token, logprob) in tokens.iter().zip(view.chat_logprobs(tokens)) {
+            let bytes = view.tokenizer.token_bytes(token.id).map_or(0, <[u8]>::len);
+            let headers = self.headers.as_mut();
+            let is_header = headers.is_some_and(|headers| headers.takes(token.id, bytes));
+            self.logprobs.push((!is_header).then_some(logprob));
         }
     }
 
@@ -120,7 +142,7 @@ impl ResponseBuilder {
                     self.close(ResponseStatus::Completed, report);
                 }
                 self.open_message(report);
-                let logprobs = mem::take(&mut self.logprobs);
+                let logprobs = self.logprobs.drain(..).flatten().collect();
                 self.extend(&text, logprobs, report);
             }
             AnswerPiece::Call { id, call, .. } => {
