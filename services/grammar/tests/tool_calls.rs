@@ -111,6 +111,44 @@ const PARIS: &str =
     "<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"city\": \"Paris\"}}\n</tool_call>";
 const GET: &str = "<tool_call>\n{\"name\": \"get\", \"arguments\": {}}\n</tool_call>";
 
+/// The grammar of a structural tag.
+#[test]
+fn json_follows_the_beginning_of_a_structure_in_free_text() {
+    let tool = |name: &str, schema: serde_json::Value| CallableTool {
+        name: name.into(),
+        arguments: Some(schema.to_string()),
+    };
+    let structures = |several| {
+        let syntax = CallSyntax {
+            before_name: "<function=".into(),
+            bare_name: true,
+            after_arguments: "</function>".into(),
+            ..CallSyntax::default()
+        };
+        let tools = vec![
+            tool("get>", json!({"enum": ["Paris"]})),
+            tool("get_all>", json!({"type": "integer"})),
+        ];
+        let free_text = FreeText { tag: "<function=".into(), never_begins: None };
+        let alternative = Alternative::Text(free_text);
+        Grammar::ToolCalls(ToolCalls { syntax, tools, several, alternative })
+    };
+    let paris = "<function=get>\"Paris\"</function>";
+    let two = format!("Now {paris} and <function=get_all>7</function>{paris} done <function");
+    check(
+        &structures(true),
+        &["", "Paris", paris, &two],
+        &["<function=", "a<function=get", "<function=get>\"Pa", "<function=get>\"Paris\"</"],
+        &["<function=x", "a<function=get>7", "<function=get>\"Paris\" <"],
+    );
+    check(
+        &structures(false),
+        &["", "Paris", paris, &format!("Now {paris}")],
+        &["a<function="],
+        &[&format!("{paris}."), &two],
+    );
+}
+
 #[test]
 fn a_required_tool_call_allows_no_other_text() {
     let any = "<tool_call>\n{\"name\": \"get\", \"arguments\": {\"a\": [1, {\"b\": \"</tool_call>\"}]}}\n</tool_call>";

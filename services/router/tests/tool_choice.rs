@@ -163,6 +163,40 @@ async fn response_format_applies_to_answers_without_calls() {
     assert_eq!(told(&cluster).unwrap().before_name, "{\"name\": ");
 }
 
+#[tokio::test]
+async fn structural_tag_constrains_the_answer_after_its_trigger() {
+    let said = "Let me see. <function=weather>{\"city\": \"Bonn\"}</function>";
+    let cluster = Cluster::start_with_template(HERMES, said).await;
+    let structure = |schema: Value| json!({"begin": "<function=weather>", "schema": schema, "end": "</function>"});
+    let body = |schema: Value| {
+        let format = json!({"type": "structural_tag", "triggers": ["<function="],
+            "structures": [structure(schema)]});
+        chat(json!({"tools": null, "response_format": format}))
+    };
+    let answer = cluster.client.post(PATH, &body(city())).await.json();
+    assert_eq!(answer["choices"][0]["message"]["content"], said, "{answer}");
+    let calls = told(&cluster).unwrap();
+    assert_eq!((names(&calls), calls.several), (vec!["weather>"], true));
+    assert_eq!((calls.before_name.as_str(), calls.bare_name), ("<function=", true));
+    assert_eq!(calls.after_arguments, "</function>");
+    let Some(Alternative::Text(text)) = &calls.alternative else { panic!("{calls:?}") };
+    assert_eq!(text.mark, "<function=");
+    assert_eq!(schema(&calls.functions[0]), city());
+
+    let answer = cluster.client.post(PATH, &body(json!({"type": "strange"}))).await;
+    let param = &answer.error()["param"];
+    assert_eq!((answer.status.as_u16(), param), (400, &json!("response_format.structures[0]")));
+    assert!(answer.message().contains("of the structure is not supported"), "{answer:?}");
+    let mut with_tools = body(city());
+    with_tools["tools"] = json!([function("clock", json!({}))]);
+    let answer = cluster.client.post(PATH, &with_tools).await;
+    assert_eq!(
+        (answer.status.as_u16(), &answer.error()["param"]),
+        (400, &json!("response_format"))
+    );
+    assert!(answer.message().contains("is given together with tools"), "{answer:?}");
+}
+
 /// Checks that valid tools are accepted and invalid ones are rejected.
 #[tokio::test]
 async fn invalid_response_format_is_rejected_with_its_field() {

@@ -92,7 +92,7 @@ pub(super) static FOREIGN_FIELDS: [ForeignField; 67] = [
     rejected("token_ids_logprob", "SGLang", &["[]"], None),
     rejected("input_ids", "SGLang", &[], Some("prompt of /v1/completions")),
     rejected("sampling_params", "SGLang", &["{}"], TOP_LEVEL),
-    rejected("structural_tag", "SGLang, vLLM", &[], Some("tools with strict")),
+    rejected("structural_tag", "SGLang, vLLM", &[], Some("response_format")),
     rejected("inputs", "TGI", &[], Some("prompt of /v1/completions")),
     rejected("parameters", "TGI", &["{}"], TOP_LEVEL),
     rejected("do_sample", "TGI", &["true"], Some("temperature 0")),

@@ -4,14 +4,16 @@
 //! for a regular expression, a schema, a choice of texts and a context-free grammar. A request has
 //! at most one of them.
 
-use grammar::Grammar;
+use grammar::{
+    Alternative, CallSyntax, CallableTool, FreeText, Grammar, ToolCalls, limits::TOOLS_MAX,
+};
 use serde::Deserialize;
-use serde_json::{Map, Value, value::RawValue};
+use serde_json::{Map, Value, json, value::RawValue};
 
 use super::fields::RequestFields;
 use crate::request::{
     error::{FieldError, JsonError, invalid_value, parse_field},
-    options::RequestedGrammar,
+    options::{RequestedGrammar, SchemaField},
     tools::{
         OfferedFunction, OfferedTools, RequestedToolChoice, TOOL_CHOICE, TOOLS, check_count,
         check_name,
@@ -19,10 +21,11 @@ use crate::request::{
 };
 
 const FORMAT: &str = "response_format";
-const FORMAT_ALLOWED: &str = "an object with type text, json_object or json_schema";
+const FORMAT_ALLOWED: &str = "an object with type text, json_object, json_schema or structural_tag";
 const SCHEMA: &str = "response_format.json_schema.schema";
 const OUTPUTS: &str = "structured_outputs";
-const OUTPUTS_ALLOWED: &str = "an object with one of json, regex, choice, grammar and json_object";
+const OUTPUTS_ALLOWED: &str =
+    "an object with one of json, regex, choice, grammar, json_object and structural_tag";
 
 /// Reads the grammar that the client requested, if any.
 pub(super) fn grammar(fields: &RequestFields<'_>) -> Result<Option<RequestedGrammar>, FieldError> {
@@ -64,6 +67,9 @@ fn response_format(fields: &RequestFields<'_>) -> Result<Option<RequestedGrammar
     const OF_OBJECT: &str = "response_format.schema";
     let Some(text) = fields.raw(FORMAT) else { return Ok(None) };
     let format: FormatField<'_> = object(FORMAT, text, FORMAT_ALLOWED)?;
+    if format.r#type == STRUCTURAL_TAG {
+        return structural_tag(FORMAT, text).map(Some);
+    }
     // A schema that no type reads would be ignored.
     let misplaced = |field: &'static str, kind: &str| {
         Err(FieldError::new(field, format!("is given; allowed: only with type {kind}")))
@@ -98,6 +104,155 @@ fn response_format(fields: &RequestFields<'_>) -> Result<Option<RequestedGrammar
             return Err(FieldError::new(FORMAT, format!("has a type that {problem}")));
         }
     })
+}
+
+/// Type of a `response_format` of vLLM and SGLang: free text, and JSON after each trigger.
+const STRUCTURAL_TAG: &str = "structural_tag";
+
+/// Reads a structural tag, in the form with `structures` or as xgrammar's `triggered_tags`. One
+/// trigger begins all structures, and one text ends them: this is the grammar of tool calls.
+fn structural_tag(field: &'static str, text: &str) -> Result<RequestedGrammar, FieldError> {
+    const ALLOWED: &str = "structures and triggers, or a format with type triggered_tags";
+    #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct StructuralTag<'a> {
+        r#type: String,
+        #[serde(borrow, default)]
+        structures: Option<Vec<Structure<'a>>>,
+        #[serde(default)]
+        triggers: Option<Vec<String>>,
+        #[serde(borrow, default)]
+        format: Option<TriggeredTags<'a>>,
+    }
+    #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Structure<'a> {
+        begin: String,
+        #[serde(borrow)]
+        schema: &'a RawValue,
+        end: String,
+    }
+    #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct TriggeredTags<'a> {
+        r#type: String,
+        triggers: Vec<String>,
+        #[serde(borrow)]
+        tags: Vec<Tag<'a>>,
+        #[serde(default)]
+        at_least_one: bool,
+        #[serde(default)]
+        stop_after_first: bool,
+        #[serde(default)]
+        excludes: Vec<String>,
+    }
+    #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Tag<'a> {
+        #[serde(default)]
+        r#type: Option<String>,
+        begin: String,
+        #[serde(borrow)]
+        content: Content<'a>,
+        end: String,
+    }
+    #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Content<'a> {
+        r#type: String,
+        #[serde(borrow)]
+        json_schema: &'a RawValue,
+        #[serde(default)]
+        style: Option<String>,
+        #[serde(default)]
+        any_order: bool,
+    }
+    let only = |at: &str, value: &str, allowed: &str| {
+        Err(invalid_value(&format!("{field}.{at}"), &json!(value).to_string(), allowed))
+    };
+    let tag: StructuralTag<'_> = object(field, text, ALLOWED)?;
+    if tag.r#type != STRUCTURAL_TAG {
+        return only("type", &tag.r#type, STRUCTURAL_TAG);
+    }
+    let (at, triggers, structures, several) = match (tag.structures, tag.triggers, tag.format) {
+        (Some(structures), Some(triggers), None) => ("structures", triggers, structures, true),
+        (None, None, Some(format)) => {
+            if format.r#type != "triggered_tags" {
+                return only("format.type", &format.r#type, "triggered_tags");
+            }
+            if format.at_least_one || !format.excludes.is_empty() {
+                let problem = "has at_least_one or excludes; allowed: triggered_tags without them";
+                return Err(FieldError::new(format!("{field}.format"), problem));
+            }
+            let mut structures = Vec::new();
+            for (index, Tag { r#type, begin, content, end }) in format.tags.into_iter().enumerate()
+            {
+                let at = |name: &str| format!("format.tags[{index}].{name}");
+                if let Some(other) = r#type.filter(|name| name != "tag") {
+                    return only(&at("type"), &other, "tag");
+                }
+                if content.r#type != "json_schema" {
+                    return only(&at("content.type"), &content.r#type, "json_schema");
+                }
+                if let Some(other) = content.style.filter(|style| style != "json") {
+                    return only(&at("content.style"), &other, "json");
+                }
+                if content.any_order {
+                    return only(&at("content.any_order"), "true", "false");
+                }
+                structures.push(Structure { begin, schema: content.json_schema, end });
+            }
+            ("format.tags", format.triggers, structures, !format.stop_after_first)
+        }
+        _ => {
+            let problem = format!("has other fields; allowed: {ALLOWED}");
+            return Err(FieldError::new(field, problem));
+        }
+    };
+    let [trigger] = <[String; 1]>::try_from(triggers).map_err(|triggers| {
+        let problem = format!("has {} triggers; allowed: one", triggers.len());
+        FieldError::new(field, problem)
+    })?;
+    if trigger.is_empty() {
+        return Err(FieldError::new(
+            field,
+            "has an empty trigger; allowed: at least one character",
+        ));
+    }
+    let count = structures.len();
+    let Some(end) = structures.first().map(|structure| structure.end.clone()) else {
+        let problem = format!("has no structure; allowed: 1 to {TOOLS_MAX}");
+        return Err(FieldError::new(field, problem));
+    };
+    let (mut tools, mut schemas) = (Vec::with_capacity(count), Vec::with_capacity(count));
+    for (index, structure) in structures.into_iter().enumerate() {
+        let place = format!("{at}[{index}]");
+        let Some(name) = structure.begin.strip_prefix(&trigger).filter(|name| !name.is_empty())
+        else {
+            let allowed = "the trigger and further text";
+            return only(&format!("{place}.begin"), &structure.begin, allowed);
+        };
+        if structure.end != end {
+            let allowed = "the end of the first structure";
+            return only(&format!("{place}.end"), &structure.end, allowed);
+        }
+        let arguments = Some(structure.schema.get().to_owned());
+        tools.push(CallableTool { name: name.to_owned(), arguments });
+        let owner = "the structure".to_owned();
+        schemas.push(SchemaField { field: format!("{field}.{place}"), owner });
+    }
+    let calls = ToolCalls {
+        syntax: CallSyntax {
+            before_name: trigger.clone(),
+            bare_name: true,
+            after_arguments: end,
+            ..CallSyntax::default()
+        },
+        tools,
+        several,
+        alternative: Alternative::Text(FreeText { tag: trigger, never_begins: None }),
+    };
+    Ok(RequestedGrammar { schemas, ..RequestedGrammar::new(field, Grammar::ToolCalls(calls)) })
 }
 
 fn regex(
@@ -151,6 +306,8 @@ fn structured_outputs(fields: &RequestFields<'_>) -> Result<Option<RequestedGram
         grammar: Option<String>,
         #[serde(default)]
         json_object: Option<bool>,
+        #[serde(default)]
+        structural_tag: Option<String>,
     }
     let Some(text) = fields.raw(OUTPUTS) else { return Ok(None) };
     let outputs: Outputs<'_> = object(OUTPUTS, text, OUTPUTS_ALLOWED)?;
@@ -159,14 +316,16 @@ fn structured_outputs(fields: &RequestFields<'_>) -> Result<Option<RequestedGram
     let json_object = outputs.json_object.unwrap_or(false).then(Grammar::json_object);
     let (regex, grammar) =
         (outputs.regex.map(Grammar::Regex), outputs.grammar.map(Grammar::ContextFree));
-    let mut given = [json, regex, texts, grammar, json_object].into_iter().flatten();
-    let Some(grammar) = given.next() else { return Ok(None) };
+    let tag = outputs.structural_tag.map(|text| structural_tag(OUTPUTS, &text)).transpose()?;
+    let given = [json, regex, texts, grammar, json_object].into_iter().flatten();
+    let mut given = given.map(|grammar| RequestedGrammar::new(OUTPUTS, grammar)).chain(tag);
+    let first = given.next();
     if given.next().is_some() {
-        let problem = "has more than one of json, regex, choice, grammar and json_object; allowed: \
-                       one of them";
+        let problem = "has more than one of json, regex, choice, grammar, json_object and \
+                       structural_tag; allowed: one of them";
         return Err(FieldError::new(OUTPUTS, problem));
     }
-    Ok(Some(RequestedGrammar::new(OUTPUTS, grammar)))
+    Ok(first)
 }
 
 /// Parses a JSON object. The check is needed because serde also reads an array as a struct.
@@ -304,8 +463,6 @@ fn offered(
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
 
     fn asked(body: &str) -> Result<Option<RequestedGrammar>, String> {
@@ -322,6 +479,20 @@ mod tests {
         let schema = || Grammar::JsonSchema(r#"{"type": "integer"}"#.into());
         let regex = || Grammar::Regex(r"\d+".into());
         let rules = || Grammar::ContextFree("start: X".into());
+        let structures = |several| {
+            let arguments = Some(r#"{"type": "integer"}"#.into());
+            Grammar::ToolCalls(ToolCalls {
+                syntax: CallSyntax {
+                    before_name: "<f=".into(),
+                    bare_name: true,
+                    after_arguments: "</f>".into(),
+                    ..CallSyntax::default()
+                },
+                tools: vec![CallableTool { name: "a>".into(), arguments }],
+                several,
+                alternative: Alternative::Text(FreeText { tag: "<f=".into(), never_begins: None }),
+            })
+        };
         let cases = [
             (
                 r#"{"response_format": {"type": "json_object"}}"#,
@@ -359,6 +530,18 @@ mod tests {
                 r#"{"structured_outputs": {"json_object": true}}"#,
                 ("structured_outputs", Grammar::json_object()),
             ),
+            (
+                r#"{"response_format": {"type": "structural_tag", "triggers": ["<f="], "structures":
+                    [{"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"}]}}"#,
+                ("response_format", structures(true)),
+            ),
+            (
+                r#"{"response_format": {"type": "structural_tag", "format": {"type": "triggered_tags",
+                    "triggers": ["<f="], "stop_after_first": true, "tags": [{"type": "tag", "begin":
+                    "<f=a>", "content": {"type": "json_schema", "json_schema": {"type": "integer"}},
+                    "end": "</f>"}]}}}"#,
+                ("response_format", structures(false)),
+            ),
         ];
         for (body, expected) in cases {
             assert_eq!(found(body), expected, "{body}");
@@ -385,7 +568,7 @@ mod tests {
         for (body, said) in [
             (
                 r#"{"response_format": {"type": "yaml"}}"#,
-                r#"response_format has a type that is "yaml"; allowed: an object with type text, json_object or json_schema"#,
+                r#"response_format has a type that is "yaml"; allowed: an object with type text, json_object, json_schema or structural_tag"#,
             ),
             (r#"{"response_format": ["text", null]}"#, "response_format is [\"text\", null]"),
             (
@@ -438,6 +621,96 @@ mod tests {
             ),
         ] {
             let error = asked(body).unwrap_err();
+            assert!(error.starts_with(said), "{error}");
+        }
+    }
+
+    #[test]
+    fn structural_tag_is_read_in_every_form() {
+        let structure = json!({"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"});
+        let tag = json!({"type": "structural_tag", "triggers": ["<f="], "structures": [structure]});
+        let text = json!({"structured_outputs": {"structural_tag": tag.to_string()}});
+        let (field, grammar) = found(&text.to_string());
+        let (_, expected) = found(&json!({"response_format": tag}).to_string());
+        assert_eq!((field, &grammar), ("structured_outputs", &expected));
+        for (stops, several) in [(true, false), (false, true)] {
+            let content = json!({"type": "json_schema", "json_schema": {"type": "integer"}});
+            let tags =
+                json!([{"type": "tag", "begin": "<f=a>", "content": content, "end": "</f>"}]);
+            let format = json!({"type": "triggered_tags", "triggers": ["<f="], "tags": tags,
+                "stop_after_first": stops});
+            let format = json!({"type": "structural_tag", "format": format});
+            let (_, grammar) = found(&json!({"response_format": format}).to_string());
+            let (Grammar::ToolCalls(calls), Grammar::ToolCalls(expected)) = (grammar, &expected)
+            else {
+                panic!("calls")
+            };
+            assert_eq!(calls, ToolCalls { several, ..expected.clone() });
+        }
+    }
+
+    #[test]
+    fn invalid_structural_tags_are_rejected_by_field() {
+        let structure = |begin: &str, end: &str| json!({"begin": begin, "schema": {}, "end": end});
+        let tag = |triggers: &[&str], structures: Value| json!({"type": "structural_tag", "triggers": triggers, "structures": structures});
+        let format = |more: Value, content: Value| {
+            let mut format = json!({"type": "triggered_tags", "triggers": ["<a"], "tags":
+                [{"type": "tag", "begin": "<a>", "content": content, "end": "<"}]});
+            format.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            json!({"type": "structural_tag", "format": format})
+        };
+        let schema = || json!({"type": "json_schema", "json_schema": {}});
+        for (tag, said) in [
+            (tag(&["a"], json!([])), "response_format has no structure; allowed: 1 to 128"),
+            (
+                tag(&["a", "b"], json!([structure("ac", "d")])),
+                "response_format has 2 triggers; allowed: one",
+            ),
+            (
+                tag(&[""], json!([structure("ac", "d")])),
+                "response_format has an empty trigger; allowed: at least one character",
+            ),
+            (
+                tag(&["a"], json!([structure("ac", "d"), structure("b", "d")])),
+                "response_format.structures[1].begin is \"b\"; allowed: the trigger and further text",
+            ),
+            (
+                tag(&["a"], json!([structure("a", "d")])),
+                "response_format.structures[0].begin is \"a\"; allowed: the trigger and further text",
+            ),
+            (
+                tag(&["a"], json!([structure("ac", "d"), structure("ab", "e")])),
+                "response_format.structures[1].end is \"e\"; allowed: the end of the first structure",
+            ),
+            (
+                tag(&["a"], json!([{"begin": "ab", "end": "c"}])),
+                "response_format is {\"type\":\"structural_tag\"",
+            ),
+            (
+                json!({"type": "structural_tag"}),
+                "response_format has other fields; allowed: structures",
+            ),
+            (
+                format(json!({"type": "sequence"}), schema()),
+                "response_format.format.type is \"sequence\"; allowed: triggered_tags",
+            ),
+            (
+                format(json!({"at_least_one": true}), schema()),
+                "response_format.format has at_least_one or excludes; allowed",
+            ),
+            (
+                format(json!({}), json!({"type": "regex", "json_schema": {}})),
+                "response_format.format.tags[0].content.type is \"regex\"; allowed: json_schema",
+            ),
+            (
+                format(
+                    json!({}),
+                    json!({"type": "json_schema", "json_schema": {}, "style": "glm_xml"}),
+                ),
+                "response_format.format.tags[0].content.style is \"glm_xml\"; allowed: json",
+            ),
+        ] {
+            let error = asked(&json!({"response_format": tag}).to_string()).unwrap_err();
             assert!(error.starts_with(said), "{error}");
         }
     }

@@ -442,23 +442,24 @@ pub(crate) struct RequestedGrammar {
     /// Name of the client's field, for errors.
     pub field: &'static str,
     pub grammar: Grammar,
-    /// Fields of the functions' schemas, for tool calls.
-    pub functions: Vec<FunctionField>,
+    /// Fields of the functions' schemas, for tool calls and structural tags.
+    pub schemas: Vec<SchemaField>,
     /// A grammar that the client requested besides tools. It must be valid by itself, even if no
     /// answer uses it.
     pub alone: Option<Box<RequestedGrammar>>,
 }
 
-/// Field of the schema of a function's arguments.
+/// Field of one of several schemas of a grammar.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct FunctionField {
+pub(crate) struct SchemaField {
     pub field: String,
-    pub name: String,
+    /// The function or the structure that has the schema, for errors.
+    pub owner: String,
 }
 
 impl RequestedGrammar {
     pub(crate) fn new(field: &'static str, grammar: Grammar) -> Self {
-        Self { field, grammar, functions: Vec::new(), alone: None }
+        Self { field, grammar, schemas: Vec::new(), alone: None }
     }
 
     /// Returns the grammar version that a node must support for this grammar, perhaps after
@@ -482,9 +483,9 @@ impl RequestedGrammar {
     /// Converts an error of the grammar into an error of its field.
     pub(crate) fn refused(&self, error: &GrammarError) -> FieldError {
         match error {
-            GrammarError::InTool { index, error } => match self.functions.get(*index) {
-                Some(FunctionField { field, name }) => {
-                    FieldError::new(field, format!("of the function {name:?} {error}"))
+            GrammarError::InTool { index, error } => match self.schemas.get(*index) {
+                Some(SchemaField { field, owner }) => {
+                    FieldError::new(field, format!("of {owner} {error}"))
                 }
                 None => FieldError::new(self.field, error.to_string()),
             },

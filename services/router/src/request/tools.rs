@@ -13,7 +13,7 @@ use text::{ToolFormat, ToolSyntax};
 
 use super::{
     error::{FieldError, invalid_value},
-    options::{FunctionField, RequestedGrammar},
+    options::{RequestedGrammar, SchemaField},
 };
 
 /// Tools that the model may call.
@@ -117,14 +117,14 @@ impl OfferedTools {
         }
         let is_auto = self.choice == RequestedToolChoice::Auto;
         let mut tools = Vec::new();
-        let mut fields = Vec::new();
+        let mut schemas = Vec::new();
         for function in self.callable() {
             // If the model may choose, only strict functions are constrained.
             let is_held = !is_auto || function.strict;
             let arguments = is_held.then(|| arguments_schema(function)).transpose()?;
             tools.push(CallableTool { name: function.name.clone(), arguments });
-            fields
-                .push(FunctionField { field: function.field.clone(), name: function.name.clone() });
+            let owner = format!("the function {:?}", function.name);
+            schemas.push(SchemaField { field: function.field.clone(), owner });
         }
         let syntax = format.syntax;
         let begins_with_tag =
@@ -136,7 +136,9 @@ impl OfferedTools {
                 let never_begins = syntax.never_begins.map(str::to_owned);
                 (Alternative::Text(FreeText { tag: syntax.tag.to_owned(), never_begins }), None)
             }
-            (true, Some(content)) if matches!(content.grammar, Grammar::ContextFree(_)) => {
+            (true, Some(content))
+                if matches!(content.grammar, Grammar::ContextFree(_) | Grammar::ToolCalls(_)) =>
+            {
                 let problem = "is given together with tools; allowed: a schema or a regular \
                                expression, or another tool_choice than auto";
                 return Err(FieldError::new(top_level(content.field), problem));
@@ -164,7 +166,7 @@ impl OfferedTools {
         Ok(Some(RequestedGrammar {
             field: TOOLS,
             grammar: Grammar::ToolCalls(calls),
-            functions: fields,
+            schemas,
             alone: alone.map(Box::new),
         }))
     }

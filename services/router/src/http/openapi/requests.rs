@@ -257,6 +257,72 @@ enum ResponseFormat {
     JsonSchema {
         json_schema: NamedSchema,
     },
+    /// Free text, and after each trigger JSON between two texts. Either `structures` and
+    /// `triggers`, or `format`.
+    StructuralTag {
+        #[schemars(length(min = 1, max = TOOLS_MAX))]
+        structures: Option<Vec<Structure>>,
+        #[schemars(length(min = 1, max = 1), inner(length(min = 1)))]
+        triggers: Option<Vec<String>>,
+        format: Option<TriggeredTags>,
+    },
+}
+
+#[derive(JsonSchema)]
+#[schemars(inline)]
+#[serde(deny_unknown_fields)]
+struct Structure {
+    /// The trigger and further text.
+    begin: String,
+    #[schemars(extend("anyOf" = [{"type": "object"}, {"const": true}]))]
+    schema: Value,
+    /// The same text in every structure.
+    end: String,
+}
+
+#[derive(JsonSchema)]
+#[schemars(inline)]
+#[serde(deny_unknown_fields)]
+struct TriggeredTags {
+    #[schemars(extend("const" = "triggered_tags"))]
+    r#type: String,
+    #[schemars(length(min = 1, max = 1), inner(length(min = 1)))]
+    triggers: Vec<String>,
+    #[schemars(length(min = 1, max = TOOLS_MAX))]
+    tags: Vec<StructureTag>,
+    #[schemars(extend("const" = false))]
+    at_least_one: Option<bool>,
+    /// The answer ends after the first tag.
+    stop_after_first: Option<bool>,
+    #[schemars(length(max = 0))]
+    excludes: Option<Vec<String>>,
+}
+
+#[derive(JsonSchema)]
+#[schemars(inline)]
+#[serde(deny_unknown_fields)]
+struct StructureTag {
+    #[schemars(extend("const" = "tag"))]
+    r#type: Option<String>,
+    /// The trigger and further text.
+    begin: String,
+    content: TagContent,
+    /// The same text in every tag.
+    end: String,
+}
+
+#[derive(JsonSchema)]
+#[schemars(inline)]
+#[serde(deny_unknown_fields)]
+struct TagContent {
+    #[schemars(extend("const" = "json_schema"))]
+    r#type: String,
+    #[schemars(extend("anyOf" = [{"type": "object"}, {"const": true}]))]
+    json_schema: Value,
+    #[schemars(extend("enum" = ["json", null]))]
+    style: Option<String>,
+    #[schemars(extend("const" = false))]
+    any_order: Option<bool>,
 }
 
 #[derive(JsonSchema)]
@@ -280,6 +346,8 @@ struct StructuredOutputs {
     #[schemars(length(max = grammar::limits::CONTEXT_FREE_BYTES_MAX))]
     grammar: Option<String>,
     json_object: Option<bool>,
+    /// The text of a `response_format` with type `structural_tag`.
+    structural_tag: Option<String>,
 }
 
 // Options for rendering a conversation into a prompt.
