@@ -6,11 +6,13 @@
 //! that of the router alone.
 
 mod node;
+mod parsers;
 
 use std::{
+    ffi::OsString,
     fs,
     net::SocketAddr,
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::{Child, Command, Stdio},
     sync::Arc,
     thread,
@@ -24,11 +26,11 @@ use proto::auth::ClusterSecret;
 use ring::digest::{SHA256, digest};
 use rustls::pki_types::ServerName;
 use serde::{Deserialize, Serialize};
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
     net::TcpStream,
-    runtime::Builder,
+    runtime::{Builder, Runtime},
     task::JoinSet,
 };
 use tokio_rustls::TlsConnector;
@@ -78,6 +80,10 @@ pub(crate) struct RouterArgs {
     /// an API key.
     #[arg(long, value_name = "FOLDER")]
     certificates: Option<PathBuf>,
+    /// Instead measure a token of recorded answers with a reasoning and a tool parser, and without
+    /// both, alternately in each round.
+    #[arg(long)]
+    parsers: bool,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -98,36 +104,25 @@ struct RouterReport {
 }
 
 pub(crate) fn run(args: RouterArgs) -> Result<()> {
-    let certificates = args.certificates.as_deref();
-    let node = StandIn::start(ClusterSecret::new(SECRET)?, certificates)?;
-    let router = RouterProcess::start(&args.router, &args.model, &node, certificates)?;
-    let tls = certificates.map(|folder| {
-        let ca = SettingFile::new("--certificates", &files(folder)[0]);
-        client_config(Some(&ca)).map(|tls| TlsConnector::from(Arc::new(tls))).map_err(Error::msg)
-    });
-    let tls = tls.transpose()?;
-    let runtime = Builder::new_current_thread().enable_all().build()?;
-    let clients = |count, rounds, request: &HttpRequest| {
-        runtime.block_on(run_clients(router.http, tls.as_ref(), count, rounds, request))
-    };
+    if args.parsers {
+        return parsers::run(&args);
+    }
+    let router = MeasuredRouter::start(&args, &[])?;
     let short = |request: &HttpRequest| -> Result<f64> {
         let rounds = (args.requests / CLIENTS).max(1);
-        let before = router.cpu_us()?;
-        clients(CLIENTS, rounds, request)?;
-        Ok((router.cpu_us()? - before) / f64::from(CLIENTS * rounds))
+        Ok(router.measure(CLIENTS, rounds, request)?.cpu_us / f64::from(CLIENTS * rounds))
     };
-    node.step(SHORT_STEP);
+    router.node.step(SHORT_STEP);
     let (chat, ids) = (HttpRequest::chat(1), HttpRequest::ids(1));
     for request in [&chat, &ids] {
-        clients(CLIENTS, WARM_UP / CLIENTS, request)?;
+        router.measure(CLIENTS, WARM_UP / CLIENTS, request)?;
     }
     let chat_request_us = short(&chat)?;
     let ids_request_us = short(&ids)?;
-    node.step(Duration::from_millis(args.step_ms));
-    let before = router.cpu_us()?;
-    clients(args.streams, args.rounds, &HttpRequest::chat(args.tokens))?;
+    router.node.step(Duration::from_millis(args.step_ms));
+    let streams = router.measure(args.streams, args.rounds, &HttpRequest::chat(args.tokens))?;
     let token_count = f64::from(args.streams * args.rounds) * f64::from(args.tokens);
-    let token_us = (router.cpu_us()? - before) / token_count;
+    let token_us = streams.cpu_us / token_count;
     let report = RouterReport { chat_request_us, ids_request_us, token_us };
     if args.json {
         println!("{}", serde_json::to_string_pretty(&report)?);
@@ -146,6 +141,45 @@ pub(crate) fn run(args: RouterArgs) -> Result<()> {
     Ok(())
 }
 
+/// A router, the stand-in for its decode node, and its clients.
+struct MeasuredRouter {
+    node: StandIn,
+    process: RouterProcess,
+    tls: Option<TlsConnector>,
+    runtime: Runtime,
+}
+
+/// Result of [`MeasuredRouter::measure`].
+struct MeasuredStreams {
+    /// CPU time of the router.
+    cpu_us: f64,
+    /// One of the last streams.
+    stream: String,
+}
+
+impl MeasuredRouter {
+    /// Starts a router with these settings besides those that every router has here.
+    fn start(args: &RouterArgs, settings: &[(&str, OsString)]) -> Result<Self> {
+        let node = StandIn::start(ClusterSecret::new(SECRET)?, args.certificates.as_deref())?;
+        let process = RouterProcess::start(args, &node, settings)?;
+        let tls = args.certificates.as_ref().map(|folder| {
+            let ca = SettingFile::new("--certificates", &files(folder)[0]);
+            let tls = client_config(Some(&ca));
+            tls.map(|tls| TlsConnector::from(Arc::new(tls))).map_err(Error::msg)
+        });
+        let runtime = Builder::new_current_thread().enable_all().build()?;
+        Ok(Self { node, process, tls: tls.transpose()?, runtime })
+    }
+
+    /// Runs `count` clients, each of which sends the request `rounds` times.
+    fn measure(&self, count: u32, rounds: u32, request: &HttpRequest) -> Result<MeasuredStreams> {
+        let before = self.process.cpu_us()?;
+        let clients = run_clients(self.process.http, self.tls.as_ref(), count, rounds, request);
+        let stream = self.runtime.block_on(clients)?;
+        Ok(MeasuredStreams { cpu_us: self.process.cpu_us()? - before, stream })
+    }
+}
+
 /// A router process.
 struct RouterProcess {
     child: Child,
@@ -160,22 +194,18 @@ struct RouterReady {
 }
 
 impl RouterProcess {
-    fn start(
-        program: &Path,
-        model: &Path,
-        node: &StandIn,
-        certificates: Option<&Path>,
-    ) -> Result<Self> {
+    fn start(args: &RouterArgs, node: &StandIn, settings: &[(&str, OsString)]) -> Result<Self> {
+        let RouterArgs { router: program, model, certificates, .. } = args;
         let folder = tempfile::tempdir()?;
         let ready_file = folder.path().join("ready");
-        let mut settings = Vec::new();
+        let mut tls_settings = Vec::new();
         if let Some(certificates) = certificates {
             let [ca, cert, key] = files(certificates);
             let keys = folder.path().join("keys.toml");
             let hash = digest(&SHA256, API_KEY.as_bytes());
             let hash: String = hash.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
             fs::write(&keys, format!("[[key]]\nname = \"bench\"\nsha256 = \"{hash}\"\n"))?;
-            settings = vec![
+            tls_settings = vec![
                 ("BATON_ROUTER_TLS_CERT", cert.clone()),
                 ("BATON_ROUTER_TLS_KEY", key.clone()),
                 ("BATON_ROUTER_KEYS", keys),
@@ -196,7 +226,8 @@ impl RouterProcess {
             .env("BATON_ROUTER_GRPC", "127.0.0.1:0")
             .env("BATON_ROUTER_ADMIN", "127.0.0.1:0")
             .env("BATON_TELEMETRY_LOG", "warn")
-            .envs(settings)
+            .envs(tls_settings)
+            .envs(settings.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::null())
             .spawn()
             .with_context(|| format!("cannot start {}", program.display()))?;
@@ -234,15 +265,22 @@ struct HttpRequest(Vec<u8>);
 
 impl HttpRequest {
     fn chat(tokens: u32) -> Self {
-        let messages = json!([{"role": "user", "content": CONTENT}]);
-        Self::new("chat/completions", json!({"messages": messages, "max_tokens": tokens}))
+        Self::chat_with(tokens, json!({}))
+    }
+
+    /// Creates a chat request with these fields besides its messages.
+    fn chat_with(tokens: u32, fields: Value) -> Self {
+        let mut body = fields;
+        body["messages"] = json!([{"role": "user", "content": CONTENT}]);
+        body["max_tokens"] = tokens.into();
+        Self::new("chat/completions", body)
     }
 
     fn ids(tokens: u32) -> Self {
         Self::new("completions", json!({"prompt": PROMPT, "max_tokens": tokens}))
     }
 
-    fn new(path: &str, mut body: serde_json::Value) -> Self {
+    fn new(path: &str, mut body: Value) -> Self {
         body["stream"] = true.into();
         let body = body.to_string();
         let length = body.len();
@@ -257,14 +295,14 @@ impl HttpRequest {
 }
 
 /// Runs clients with a connection each. Each client sends the request `rounds` times and reads the
-/// whole streams.
+/// whole streams. Returns one of the last streams.
 async fn run_clients(
     http: SocketAddr,
     tls: Option<&TlsConnector>,
     count: u32,
     rounds: u32,
     request: &HttpRequest,
-) -> Result<()> {
+) -> Result<String> {
     let mut clients = JoinSet::new();
     for _ in 0..count {
         let (request, tls) = (request.0.clone(), tls.cloned());
@@ -278,17 +316,19 @@ async fn run_clients(
                 }
                 None => Box::new(stream),
             };
+            let mut last = Vec::new();
             for _ in 0..rounds {
                 stream.write_all(&request).await?;
-                tokio::time::timeout(TIMEOUT, read_stream(&mut stream)).await??;
+                last = tokio::time::timeout(TIMEOUT, read_stream(&mut stream)).await??;
             }
-            anyhow::Ok(())
+            anyhow::Ok(last)
         });
     }
+    let mut last = Vec::new();
     while let Some(ended) = clients.join_next().await {
-        ended??;
+        last = ended??;
     }
-    Ok(())
+    Ok(String::from_utf8(last)?)
 }
 
 trait HttpStream: AsyncRead + AsyncWrite + Send + Unpin {}
@@ -296,12 +336,12 @@ trait HttpStream: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> HttpStream for T {}
 
 /// Reads a response up to its last chunk.
-async fn read_stream(stream: &mut (impl AsyncRead + Unpin)) -> Result<()> {
+async fn read_stream(stream: &mut (impl AsyncRead + Unpin)) -> Result<Vec<u8>> {
     let mut response = Vec::with_capacity(64 << 10);
     while !response.ends_with(b"data: [DONE]\n\n\r\n0\r\n\r\n") {
         let count = stream.read_buf(&mut response).await?;
         let text = || String::from_utf8_lossy(&response);
         ensure!(count > 0 && !response.ends_with(b"}"), "the router answered {}", text());
     }
-    Ok(())
+    Ok(response)
 }

@@ -4,6 +4,7 @@
 use std::{
     fs,
     net::{SocketAddr, TcpListener},
+    ops::Range,
     path::Path,
     pin::Pin,
     sync::{
@@ -44,15 +45,15 @@ pub(super) const MODEL: &str = "bench";
 /// A vocabulary larger than that of any tokenizer.
 const VOCABULARY: u32 = 1 << 20;
 const SEQUENCE_TOKENS: u32 = 8192;
-/// Tokens of the answers: `FIRST_TOKEN` and the following.
-const FIRST_TOKEN: u32 = 1000;
-const TOKENS: u32 = 500;
+/// Tokens of the answers unless [`StandIn::answer_with`] sets others.
+const TOKENS: Range<u32> = 1000..1500;
 
 /// A running stand-in; its thread ends with the process.
 pub(super) struct StandIn {
     pub address: SocketAddr,
     step: watch::Sender<Duration>,
     is_observed: Arc<AtomicBool>,
+    answer: Arc<Mutex<Arc<[u32]>>>,
 }
 
 impl StandIn {
@@ -62,7 +63,13 @@ impl StandIn {
         listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
         let is_observed = Arc::new(AtomicBool::new(false));
-        let service = Service { running: Arc::default(), is_observed: is_observed.clone(), secret };
+        let answer = Arc::new(Mutex::new(TOKENS.collect()));
+        let service = Service {
+            running: Arc::default(),
+            is_observed: is_observed.clone(),
+            answer: answer.clone(),
+            secret,
+        };
         let mut server = tonic::transport::Server::builder();
         if let Some(folder) = certificates {
             let [ca, cert, key] = files(folder).map(fs::read);
@@ -84,7 +91,12 @@ impl StandIn {
                 anyhow::Ok(server.await?)
             })
         })?;
-        Ok(Self { address, step, is_observed })
+        Ok(Self { address, step, is_observed, answer })
+    }
+
+    /// Sets the tokens of the following answers. An answer with more tokens repeats them.
+    pub(super) fn answer_with(&self, tokens: Arc<[u32]>) {
+        *self.answer.lock().expect("no holder panics") = tokens;
     }
 
     /// Sets the time of a step.
@@ -102,6 +114,7 @@ impl StandIn {
 struct DecodingAttempt {
     next_index: u32,
     count: u32,
+    answer: Arc<[u32]>,
     events: mpsc::UnboundedSender<decode_event::Event>,
 }
 
@@ -110,7 +123,8 @@ impl DecodingAttempt {
     fn advance(&mut self) -> bool {
         let index = self.next_index;
         self.next_index += 1;
-        let token = Token { id: FIRST_TOKEN + index % TOKENS, ..Default::default() };
+        let id = self.answer[index as usize % self.answer.len()];
+        let token = Token { id, ..Default::default() };
         let tokens = DecodeTokens { first_index: index, tokens: vec![token] };
         let is_sent = self.events.send(decode_event::Event::Tokens(tokens)).is_ok();
         if is_sent && self.next_index < self.count {
@@ -141,6 +155,7 @@ async fn run_steps(
 struct Service {
     running: Arc<Mutex<Vec<DecodingAttempt>>>,
     is_observed: Arc<AtomicBool>,
+    answer: Arc<Mutex<Arc<[u32]>>>,
     secret: ClusterSecret,
 }
 
@@ -172,6 +187,7 @@ impl node_server::Node for Service {
         self.running.lock().expect("no step panics").push(DecodingAttempt {
             next_index: 0,
             count,
+            answer: self.answer.lock().expect("no holder panics").clone(),
             events,
         });
         let received = stream::poll_fn(move |cx: &mut Context<'_>| -> Poll<Option<_>> {
