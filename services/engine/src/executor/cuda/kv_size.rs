@@ -24,7 +24,8 @@ pub struct KvRoom {
     pub batch: u64,
 }
 
-/// Returns the blocks of this layout, with the layers of one KV group, that fit into the share, or into the free memory if other processes use more.
+/// Returns the blocks of this layout, with the layers of one KV group, that fit into the share, or
+/// into the free memory if other processes use more.
 ///
 /// # Errors
 /// When the blocks hold fewer than `tokens_min` tokens.
