@@ -213,8 +213,8 @@ __global__ void expand_kernel(const baton_pool pool, const baton_step step, int 
     step.row_positions[first_row + i] = position;
     step.row_sequences[first_row + i] = sequence;
   }
-  // Attention kernels may load pages behind the window, with a weight of zero. The blocks there belong to other
-  // sequences, and zero times NaN is NaN.
+  // The table's entries behind the window are blocks of other sequences, or no blocks. Attention kernels do not load
+  // these pages; the block of zeros keeps every address of the list valid.
   const int window = pool.windows[group];
   const int first_seen = window > 0 ? max(first_position + 1 - window, 0) / TOKENS : 0;
   for (int i = thread; i < pages; i += threads) {
