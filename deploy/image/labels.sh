@@ -15,13 +15,15 @@ time=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct)}
     exit 1
 }
 
-# Turns what `git clone` takes into a web address, without user and password. Nothing for a folder of this machine.
+# Prints the web address of the remote origin, without user and password. Prints nothing if origin is a local folder.
 origin() {
-    local remote
+    local remote port=
     remote=$(git config --get remote.origin.url || true)
-    if [[ $remote =~ ^(https|ssh)://([^/@]*@)?([^/:@]+)(:[0-9]+)?/(.+)$ ]]; then
-        remote=https://${BASH_REMATCH[3]}/${BASH_REMATCH[5]}
-    elif [[ $remote =~ ^[^/@:]+@([^/:]+):(.+)$ ]]; then
+    if [[ $remote =~ ^(https|ssh)://([^/@]*@)?([^/:@]+)(:[0-9]+)?/([^@?#]+)$ ]]; then
+        # The port of SSH is not that of the web page.
+        [[ ${BASH_REMATCH[1]} == ssh ]] || port=${BASH_REMATCH[4]}
+        remote=https://${BASH_REMATCH[3]}$port/${BASH_REMATCH[5]}
+    elif [[ $remote =~ ^[^/@:]+@([^/:]+):/*([^@?#]+)$ ]]; then
         remote=https://${BASH_REMATCH[1]}/${BASH_REMATCH[2]}
     else
         return 0
@@ -33,11 +35,14 @@ source=${BATON_SOURCE:-$(origin)}
 url=${BATON_URL:-$source}
 for name in source url; do
     [[ -z ${!name} || ${!name} =~ ^https?://[^[:space:]@]+$ ]] || {
-        echo "invalid BATON_${name^^}: \"${!name}\"; expected https://HOST/PATH without a user" >&2
+        value=${!name}
+        # No password in the output.
+        [[ $value != *://*@* ]] || value="${value%%://*}://…@${value##*@}"
+        echo "invalid BATON_${name^^}: \"$value\"; expected https://HOST/PATH without a user" >&2
         exit 1
     }
 done
-[[ -n $source ]] || echo "no labels source and url: this repository has no remote; set BATON_SOURCE=https://HOST/PATH" >&2
+[[ -n $source ]] || echo "no label source: the remote origin is missing or no web or ssh address; expected BATON_SOURCE=https://HOST/PATH" >&2
 
 label() { echo "org.opencontainers.image.$1=$2"; }
 label title "$title"

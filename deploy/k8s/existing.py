@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs a command for the existing Kubernetes cluster of KUBECONFIG, such as one of kind or k3s.
+"""Runs a command against the existing Kubernetes cluster of KUBECONFIG, such as one of kind or k3s.
 
     existing.py --check          only check the arguments and the cluster
     existing.py COMMAND...
@@ -39,6 +39,7 @@ KUBELET_PORT = 10250
 CONNECT_SECONDS = 5
 API_SECONDS = 20
 DELETE_SECONDS = 300
+LOAD_SECONDS = 600
 
 
 class Problem(Exception):
@@ -118,7 +119,7 @@ def is_reachable(address):
 
 
 def full_name(name):
-    """Returns an image's name as the kubelet looks for it: a name without a registry is one of docker.io/library."""
+    """Returns an image's name with its registry, as the kubelet looks it up: a name without one belongs to docker.io/library."""
     first, slash, _ = name.partition("/")
     if slash and (first == "localhost" or "." in first or ":" in first):
         return name
@@ -127,17 +128,18 @@ def full_name(name):
 
 def renamed(archive, output, tag=None):
     """Copies an OCI archive under the full name of its image, with another tag if given. Returns the name."""
-    key = "org.opencontainers.image.ref.name"
+    key, full = "org.opencontainers.image.ref.name", "io.containerd.image.name"
     with tarfile.open(archive) as source, tarfile.open(output, "w") as target:
         for member in source:
             content = source.extractfile(member)
             if member.name == "index.json":
                 index = json.load(content)
                 annotations = index["manifests"][0]["annotations"]
-                name = full_name(annotations[key])
+                # Docker writes the name into `full` and only the tag into `key`. containerd prefers `full`.
+                name = full_name(annotations.get(full) or annotations[key])
                 if tag:
                     name = f"{name.rpartition(':')[0]}:{tag}"
-                annotations[key] = name
+                annotations[key] = annotations[full] = name
                 path = pathlib.Path(target.name).with_suffix(".index")
                 path.write_text(json.dumps(index))
                 member.size = path.stat().st_size
@@ -154,13 +156,17 @@ def load_images(load, folder):
             raise Problem(f"cannot find {archive}; run make image image-etcd")
         path = folder / f"{kind}-{tag or 'image'}.tar"
         name = renamed(archive, path, tag)
-        if subprocess.run([*load, path]).returncode:
-            raise Problem(f"cannot load {name}: {shlex.join([*load, str(path)])} failed")
+        command = [*load, str(path)]
+        try:
+            if subprocess.run(command, timeout=LOAD_SECONDS).returncode:
+                raise Problem(f"cannot load {name}: {shlex.join(command)} failed")
+        except subprocess.TimeoutExpired:
+            raise Problem(f"cannot load {name} within {LOAD_SECONDS} s: {shlex.join(command)}") from None
         print(f"loaded {name}", flush=True)
 
 
 def services(release):
-    """Returns a Service with a port of every node for the routers of a release."""
+    """Returns a NodePort Service for the routers of a release."""
     labels = {"app.kubernetes.io/instance": release, "app.kubernetes.io/component": "router"}
     return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": f"test-{release}"},
             "spec": {"type": "NodePort", "selector": labels, "ports": [{"port": HTTP_PORT, "targetPort": "http"}]}}
@@ -175,14 +181,18 @@ def own_configuration(folder):
     return path
 
 
-def run(command, load, address):
+def run(command, load):
     """Runs the command. Returns its exit status."""
     with tempfile.TemporaryDirectory(prefix="baton-k8s-") as name, contextlib.ExitStack() as stack:
         folder = pathlib.Path(name)
-        load_images(load, folder)
+        # From here on the operator may change the current context.
         os.environ["KUBECONFIG"] = str(own_configuration(folder))
+        address = check_cluster()
+        load_images(load, folder)
+        # Before the namespace is created, because that may be interrupted. It did not exist before.
+        stack.callback(kubectl, "delete", "namespace", NAMESPACE, "--ignore-not-found", f"--timeout={DELETE_SECONDS}s",
+                       seconds=DELETE_SECONDS + API_SECONDS)
         kubectl("create", "namespace", NAMESPACE)
-        stack.callback(kubectl, "delete", "namespace", NAMESPACE, f"--timeout={DELETE_SECONDS}s", seconds=DELETE_SECONDS + API_SECONDS)
         host = f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
         routers = {}
         for release in RELEASES:
@@ -195,10 +205,14 @@ def run(command, load, address):
 
 def main(arguments):
     # An interrupted test deletes its namespace.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
-        load, address = check_arguments(os.environ), check_cluster()
-        return 0 if arguments == ["--check"] else run(arguments, load, address)
+        load = check_arguments(os.environ)
+        if arguments != ["--check"]:
+            return run(arguments, load)
+        check_cluster()
+        return 0
     except Problem as problem:
         raise SystemExit(f"cannot test in an existing cluster: {problem}") from None
 

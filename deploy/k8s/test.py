@@ -147,7 +147,8 @@ def wait(what, check):
 
 
 def run(*command, input=None):
-    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, input=input, cwd=ROOT)
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, input=input, cwd=ROOT,
+                            timeout=4 * ROLLOUT_SECONDS)
     if result.returncode:
         raise SystemExit(f"{' '.join(map(str, command))}:\n{result.stdout}{result.stderr}")
     return result.stdout
@@ -172,6 +173,7 @@ def write_values(name, router, prefill, decode):
     if not EXISTING:
         values |= {"telemetry": {"config": {"otlp": COLLECTOR}},
                    "monitoring": {part: {"enabled": True} for part in ("podMonitor", "rules", "dashboards")}}
+    VALUES_FOLDER.mkdir(parents=True, exist_ok=True)
     path = VALUES_FOLDER / f"{name}.json"
     path.write_text(json.dumps(values))
     return path

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tarfile
@@ -43,15 +44,20 @@ elif words[:2] == ["config", "view"]:
 RECORDER = """#!/usr/bin/env -S python3 -S
 import json, os, pathlib, sys, tarfile
 index = json.load(tarfile.open(sys.argv[-1]).extractfile("index.json"))
-name = index["manifests"][0]["annotations"]["org.opencontainers.image.ref.name"]
+annotations = index["manifests"][0]["annotations"]
+name = annotations["io.containerd.image.name"]
+assert name == annotations["org.opencontainers.image.ref.name"], annotations
 with open(os.environ["FAKE_CALLS"], "a") as calls:
     calls.write(json.dumps(["load", *sys.argv[1:-1], name]) + "\\n")
 sys.exit(1 if os.environ.get("FAKE_LOAD_FAILS") else 0)
 """
-COMMAND = """import json, os, sys
+COMMAND = """import json, os, signal, sys, time
 names = ("BATON_K8S_NAMESPACE", "BATON_K8S_ROUTERS")
 with open(os.environ["FAKE_CALLS"], "a") as calls:
     calls.write(json.dumps(["test", open(os.environ["KUBECONFIG"]).read(), *map(os.environ.get, names)]) + "\\n")
+if os.environ.get("FAKE_SIGNAL"):
+    os.kill(os.getppid(), getattr(signal, os.environ["FAKE_SIGNAL"]))
+    time.sleep(1)
 sys.exit(7)
 """
 
@@ -65,9 +71,10 @@ def node(**changes):
                        "addresses": [{"type": "Hostname", "address": "a"}, {"type": "InternalIP", "address": fields["address"]}]}}
 
 
-def write_archive(path, name):
+def write_archive(path, **annotations):
     """Writes an archive with the parts of an OCI image that existing.py reads."""
-    index = {"manifests": [{"annotations": {"org.opencontainers.image.ref.name": name}}]}
+    names = {"name": "org.opencontainers.image.ref.name", "full": "io.containerd.image.name"}
+    index = {"manifests": [{"annotations": {names[key]: value for key, value in annotations.items()}}]}
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as archive:
         for member, content in (("blobs/sha256/1", b"layer"), ("index.json", json.dumps(index).encode())):
@@ -88,8 +95,9 @@ class Bench:
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
         (folder / "kubeconfig").write_text("")
-        write_archive(folder / "target/image/cpu.tar", "baton:0.1.0")
-        write_archive(folder / "target/image/etcd.tar", "localhost/baton-etcd:0.1.0")
+        # As docker buildx writes it.
+        write_archive(folder / "target/image/cpu.tar", name="0.1.0", full="docker.io/library/baton:0.1.0")
+        write_archive(folder / "target/image/etcd.tar", name="localhost/baton-etcd:0.1.0")
         self.environment = {
             **os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "KUBECONFIG": str(folder / "kubeconfig"),
             "BATON_K8S_LOAD": "recorder image 'of a kind'", "CARGO_TARGET_DIR": str(folder / "target"),
@@ -157,6 +165,11 @@ def images_are_loaded_and_the_namespace_is_deleted(bench):
     assert service["spec"]["selector"] == {"app.kubernetes.io/instance": "baton", "app.kubernetes.io/component": "router"}
     assert calls[-1][1:3] == ["delete", "namespace"], calls[-1]
 
+    for number in ("SIGTERM", "SIGHUP"):
+        interrupted = bench.run(sys.executable, "-S", command, FAKE_SIGNAL=number)
+        assert interrupted.returncode == 128 + getattr(signal, number), interrupted
+        assert bench.calls()[-1][1:3] == ["delete", "namespace"], bench.calls()[-1]
+
     failed = bench.run(sys.executable, "-S", command, FAKE_LOAD_FAILS="1")
     assert failed.returncode == 1 and "cannot load docker.io/library/baton:0.1.0: recorder image" in failed.stderr, failed
     assert not any(call[1] in ("create", "delete") for call in bench.calls())
@@ -174,7 +187,6 @@ def test_leaves_out_what_needs_its_own_cluster(bench):
     test = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(test)
     assert (test.ROUTER, test.BAD_ROUTER, test.NAMESPACE) == ("10.0.0.1:1", "10.0.0.1:2", "baton-test")
-    (bench.folder / "target/k8s").mkdir()
     values = json.loads(test.write_values("few", router=1, prefill=1, decode=1).read_text())
     assert set(values) == {"models", "router"}, values
 

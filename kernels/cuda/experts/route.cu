@@ -2,9 +2,10 @@
 // the experts' outputs.
 //
 // Few rows: a cluster of 8 CTAs computes the logits of 16 rows, each CTA those of some experts. Further warps compute
-// the scales of the rows and split the rows into FP8 numbers meanwhile. With one cluster its first CTA chooses the experts
-// of all rows and lists the assignments. Else each CTA chooses the experts of two rows, and the CTA that arrives last lists
-// the assignments; the list does not depend on the order of arrival. Many rows: cuBLAS computes the logits, one warp per row chooses, and one CTA per expert lists the rows.
+// the scales of the rows and split the rows into FP8 numbers meanwhile. Up to 16 rows, or 4 with more than 256 experts,
+// the first CTA chooses the experts of all rows, and sorts up to 256 assignments. Else each CTA chooses the experts of
+// two rows. Longer lists are built by the CTA that arrives last, and do not depend on the order of arrival.
+// Many rows: cuBLAS computes the logits, one warp per row chooses, and one CTA per expert lists the rows.
 #include "experts.h"
 
 #include "device.cuh"

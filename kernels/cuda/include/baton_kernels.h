@@ -69,10 +69,10 @@ BATON_API int32_t baton_initialise(void);
 /* 1: launches this library's kernels with programmatic dependent launch (PDL, compute capability 9.0 on), so that
  * consecutive kernels of a stream overlap at their edges; 0 (default): without. Captured graphs keep the setting of
  * their capture. Functions with a `pdl` argument use that argument instead.
- * In both cases a kernel of this library releases its successor only after its own predecessor has completed and
- * its writes are visible. Data that a kernel reads before its wait must therefore be written at least two kernels
- * before. Three functions are exceptions and release their successor at once. The successor of baton_quantize, and of
- * baton_combine_experts with a residual, may read only weights before its wait, as GEMMs do. The successor of
+ * In both cases a kernel of this library, except for three functions, releases its successor only after its own
+ * predecessor has completed and its writes are visible. Data that a kernel reads before its wait must therefore be
+ * written at least two kernels before. The three functions release their successor at once: the successor of
+ * baton_quantize, and of baton_combine_experts with a residual, may read only weights before its wait, as GEMMs do. The successor of
  * baton_rope_store_kv may read only data that are older than the kernel before baton_rope_store_kv, as attention does.
  * Other kernels (cuBLAS, FlashInfer) are launched without PDL and start after all their predecessors. */
 BATON_API void baton_programmatic_launch(int32_t enabled);
@@ -361,11 +361,11 @@ typedef struct {
 typedef struct {
   int32_t *row_tokens;       /* [rows_max] */
   int32_t *row_positions;    /* [rows_max] */
-  int32_t *row_destinations; /* [groups][rows_max]: block * 16 + position % 16 */
+  int32_t *row_destinations; /* [group_count of the pool][rows_max]: block * 16 + position % 16 */
   int32_t *row_sequences;    /* [rows_max] */
   int32_t *row_indptr;       /* [sequences_max + 1] */
   int32_t *page_indptr;      /* [sequences_max + 1] */
-  int32_t *page_indices;     /* [groups][pages_max] */
+  int32_t *page_indices;     /* [group_count of the pool][pages_max] */
   int32_t *last_page_tokens; /* [sequences_max]: 1 to 16 */
   int32_t *kv_lengths;       /* [sequences_max]: tokens, this step's included; padding: 0 */
   int32_t *sequence_slots;   /* [sequences_max]; -1 for padding */
@@ -489,10 +489,10 @@ typedef struct {
   int32_t window;   /* tokens attended to; 0: all */
   float scale;      /* of the scores, usually 1 / sqrt(head_dim) */
   int32_t sms;      /* SMs to use; 0: all */
-  /* 1: may start before the preceding kernel of the stream has completed. Until then it reads kv_len, page_indptr,
-   * pages, and all KV but the last page of a row. The preceding kernel must not write these, except this step's
-   * tokens, and must be baton_rope_store_kv or release its successor only after its own wait. Use 0
-   * after baton_step_prepare, a block copy, or another library's kernel with programmatic launch. */
+  /* 1: may start before the preceding kernel of the stream has completed. Until then it reads kv_len, positions,
+   * page_indptr, pages, and the KV before the page of a row's first query token. The preceding kernel must not write
+   * these, and must be baton_rope_store_kv or release its successor only after its own wait. Use 0 after
+   * baton_step_prepare, a block copy, or another library's kernel with programmatic launch. */
   int32_t pdl;
   int32_t tokens;   /* query tokens a row; 0 and 1: one. rows * tokens is at most 1,024 above 1 */
   int32_t reserved;

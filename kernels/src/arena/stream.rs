@@ -58,8 +58,8 @@ pub struct RowBlocks<'a> {
     /// Front of the block table, as far as the step uses it. The table of a sequence only grows;
     /// its entries behind windows are ignored.
     pub table: &'a [BlockId],
-    /// Lower bound on the position of the step's first token. The step writes the blocks from this
-    /// position on, and reads the earlier blocks in the windows.
+    /// Lower bound on the position of the step's first token. The step writes all blocks from this
+    /// position on. Of the earlier blocks it reads those in a window.
     pub position_min: usize,
 }
 
@@ -82,7 +82,7 @@ struct StepRow {
 }
 
 impl StreamAccess {
-    /// Creates the borrows of a model with these KV groups.
+    /// Creates an empty set of borrows for a model with these KV groups.
     pub fn new(arena: &Arc<KvArena>, groups: KvGroups) -> Self {
         let users = vec![BlockUsers::default(); arena.block_count() as usize];
         Self { arena: Arc::clone(arena), groups, users, slots: Vec::new(), step_count: 0 }
@@ -105,8 +105,8 @@ impl StreamAccess {
         }
     }
 
-    /// Releases the blocks of a step that has run. `computed` returns the position up to which the
-    /// KV of a slot's sequence of this generation is computed: no later step begins before it.
+    /// Releases the blocks of a step that has run. `computed(slot, generation)` returns the number
+    /// of tokens of the sequence whose KV is computed. No later step begins before this position.
     pub fn release(&mut self, step: StreamStep, computed: impl Fn(u32, u32) -> usize) {
         for block in step.writes {
             self.release_block(block, |users| &mut users.writing_steps);

@@ -95,8 +95,8 @@ struct DecodeAttention {
     /// Number of SMs that the kernel uses.
     sms: i32,
     /// Whether the kernel is launched with programmatic dependent launch (PDL): it may start while
-    /// the previous kernel ends. The previous kernel must trigger the launch only after its own
-    /// wait for its predecessor.
+    /// earlier kernels run. Before its wait it reads only data that are older than the GEMM of
+    /// queries, keys and values.
     dependent_launch: bool,
 }
 

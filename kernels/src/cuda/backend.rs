@@ -575,7 +575,8 @@ impl Backend for CudaBackend {
         };
         self.run(|library, stream| {
             // SAFETY: the buffer has the step's rows, the vectors were checked, and the step's KV
-            // destinations are blocks that the step may write.
+            // destinations are blocks that the step may write. Positions and destinations, which the
+            // kernel reads early, were written before the GEMM or the copy that wrote the rows.
             unsafe { launch!(library, stream, baton_rope_store_kv(step.kv(), &args)) }
         });
     }
@@ -735,8 +736,8 @@ impl Backend for CudaBackend {
             return;
         }
         self.matmul(rows, x, w, delta);
-        // A rank's GEMM returns a partial sum.
-        if let (None, false) = (bias, is_whole) {
+        if !is_whole && bias.is_none() {
+            // A rank's GEMM returns a partial sum.
             return self.all_reduce_onto_residual(rows, delta, residual, (norm, eps), out);
         }
         self.all_reduce(rows, delta);

@@ -115,15 +115,18 @@ enum InputState {
 }
 
 impl DeviceBatch {
-    /// Allocates all memory of the batch. `groups` are those of the model's layers; the blocks of
-    /// `kv` have the layers of one group.
+    /// Allocates all memory of the batch. `groups` are those of the model's layers.
+    ///
+    /// # Panics
+    /// When the blocks of `kv` do not have the layers of one group.
     pub fn new(
         backend: &CudaBackend,
         kv: Arc<DeviceKv>,
         groups: KvGroups,
         limits: BatchLimits,
     ) -> Result<Self, CudaError> {
-        let context = backend.context();
+        let (context, layout) = (backend.context(), kv.layout());
+        assert_eq!(groups.block_layout(layout), layout, "a block has the layers of one KV group");
         if limits.slots as usize > ffi::SEQUENCES_MAX
             || limits.samples as usize > ffi::SEQUENCES_MAX
         {

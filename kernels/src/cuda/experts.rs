@@ -327,7 +327,9 @@ impl CudaBackend {
             (args.norm, args.eps) = (weight.data.address(), eps);
         }
         self.run(|library, stream| {
-            // SAFETY: the ranges have the rows and widths checked above.
+            // SAFETY: the ranges have the rows and widths checked above. The GEMMs of the experts lie
+            // between this call and the kernels that wrote the weights and the residual stream, which
+            // are read early.
             unsafe { launch!(library, stream, baton_combine_experts(&args)) }
         });
     }

@@ -17,8 +17,7 @@ use crate::{
     layout::{BlockId, KvLayout},
 };
 
-/// The memory of an arena's KV blocks and of two more blocks: [`Self::trash_block`] and
-/// [`Self::zero_block`].
+/// The memory of an arena's KV blocks, [`Self::trash_block`] and [`Self::zero_block`].
 #[derive(Debug)]
 pub struct DeviceKv {
     layout: KvLayout,
@@ -48,7 +47,7 @@ struct HostCopies {
 
 impl DeviceKv {
     /// Allocated blocks beyond those of the arena.
-    pub const MORE_BLOCKS: u32 = 2;
+    pub const EXTRA_BLOCKS: u32 = 2;
 
     /// Allocates zeroed blocks.
     pub fn new(
@@ -58,7 +57,7 @@ impl DeviceKv {
     ) -> Result<Arc<Self>, CudaError> {
         let bytes = layout
             .checked_block_bytes()
-            .and_then(|bytes| bytes.checked_mul(blocks as usize + Self::MORE_BLOCKS as usize))
+            .and_then(|bytes| bytes.checked_mul(blocks as usize + Self::EXTRA_BLOCKS as usize))
             .ok_or(CudaError::OutOfMemory { what: "the KV", wanted: u64::MAX, free: 0 })?;
         let memory = DeviceMemory::new(context, "the KV", bytes)?;
         let data = memory.cut(bytes)?;
@@ -136,7 +135,7 @@ impl DeviceKv {
         self.layout
     }
 
-    /// Returns the number of blocks, without the two more.
+    /// Returns the number of blocks of the arena, without trash block and zero block.
     pub fn block_count(&self) -> u32 {
         self.blocks
     }

@@ -107,18 +107,18 @@ impl CudaStep {
         &self.memory.pool
     }
 
-    /// Returns the arrays, whose destinations and pages are those of the first KV group.
+    /// Returns the arrays with the destinations and pages of the first KV group.
     pub(super) fn arrays(&self) -> &ffi::StepArrays {
         &self.memory.step
     }
 
-    /// Returns the arrays, whose destinations and pages are those of the layer's KV group.
+    /// Returns the arrays with the destinations and pages of the layer's KV group.
     pub(super) fn layer_arrays(&self, layer: usize) -> ffi::StepArrays {
         let (group, arrays) = (self.memory.places[layer].0 as u64, self.memory.step);
-        let behind = |count: i32| group * count as u64 * size_of::<i32>() as u64;
+        let offset = |count: i32| group * count as u64 * size_of::<i32>() as u64;
         ffi::StepArrays {
-            row_destinations: arrays.row_destinations + behind(arrays.rows_max),
-            page_indices: arrays.page_indices + behind(arrays.pages_max),
+            row_destinations: arrays.row_destinations + offset(arrays.rows_max),
+            page_indices: arrays.page_indices + offset(arrays.pages_max),
             ..arrays
         }
     }

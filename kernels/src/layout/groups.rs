@@ -92,8 +92,8 @@ impl KvGroups {
         (computed + 1).saturating_sub(window) / BLOCK_TOKENS
     }
 
-    /// Returns whether a token at position `computed` or later attends to the block of a block
-    /// table's entry.
+    /// Returns whether a token at position `computed` or later attends to the block in this entry
+    /// of a block table.
     pub(crate) fn is_needed(&self, entry: usize, computed: usize) -> bool {
         entry / self.count() >= self.first_needed(entry % self.count(), computed)
     }
@@ -101,13 +101,13 @@ impl KvGroups {
     /// Returns the entries of a block table to which a token at position `computed` or later
     /// attends, among the entries of the blocks `indices` of every group.
     pub fn needed(&self, computed: usize, indices: Range<usize>) -> impl Iterator<Item = usize> {
-        let first: Vec<_> = (0..self.count()).map(|it| self.first_needed(it, computed)).collect();
-        let entries = indices.start * first.len()..indices.end * first.len();
-        entries.filter(move |entry| entry / first.len() >= first[entry % first.len()])
+        let (groups, count) = (self.clone(), self.count());
+        let entries = indices.start * count..indices.end * count;
+        entries.filter(move |entry| groups.is_needed(*entry, computed))
     }
 
-    /// Removes the blocks from a block table to which no token at position `computed` or later
-    /// attends, and calls `removed` with each.
+    /// Replaces by [`NO_BLOCK`] every entry to which no token at position `computed` or later
+    /// attends. Calls `removed` with each removed block.
     pub fn remove_behind(
         &self,
         table: &mut [BlockId],

@@ -70,8 +70,8 @@ pub(crate) struct RouterArgs {
     /// Requests of each stream, one after the other.
     #[arg(long, default_value_t = 4)]
     rounds: u32,
-    /// Output tokens of each request of a stream.
-    #[arg(long, default_value_t = 64)]
+    /// Output tokens of each request of a stream. [default with --parsers: 1024]
+    #[arg(long, default_value_t = 64, default_value_if("parsers", "true", "1024"))]
     tokens: u32,
     /// Time of a decode step, in ms.
     #[arg(long, default_value_t = 20)]
@@ -80,8 +80,8 @@ pub(crate) struct RouterArgs {
     /// an API key.
     #[arg(long, value_name = "FOLDER")]
     certificates: Option<PathBuf>,
-    /// Instead measure a token of recorded answers with a reasoning and a tool parser, and without
-    /// both, alternately in each round.
+    /// Instead measure the CPU time of a token with a reasoning and a tool parser, and without
+    /// both, alternately in each round. --requests has no effect.
     #[arg(long)]
     parsers: bool,
     /// Print JSON.

@@ -37,7 +37,7 @@ pub struct TopArgs {
 
 pub fn run(args: TopArgs) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(async {
+    let outcome = runtime.block_on(async {
         let client = args.admin.client(READ_WITHIN)?;
         if args.once || !stdout().is_terminal() {
             let sections = sections(&read(&client).await?);
@@ -45,7 +45,10 @@ pub fn run(args: TopArgs) -> Result<()> {
             return Ok(());
         }
         watch(&client, Duration::from_secs(args.interval.into())).await
-    })
+    });
+    // The lookup of a host's name may block its thread.
+    runtime.shutdown_background();
+    outcome
 }
 
 /// Reads and draws until the operator quits.
@@ -73,8 +76,8 @@ async fn read(client: &AdminClient) -> Result<Answers> {
 }
 
 impl Screen {
-    /// Draws the view, again after a change of the terminal's size, until the work ends. Returns
-    /// `None` if the operator quits before.
+    /// Draws the view until `work` completes, and again when the terminal is resized. Returns `None`
+    /// if the operator quits first.
     async fn while_drawing<T>(
         &mut self,
         view: &View,

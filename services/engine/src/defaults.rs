@@ -71,8 +71,8 @@ pub struct ModelSizes {
 }
 
 impl ModelSizes {
-    /// Returns the sizes of a rank's shard. GPUs keep experts in MXFP4; CPUs keep all matrices in
-    /// the format `weights`.
+    /// Returns the sizes of a rank's shard. If the checkpoint has experts in MXFP4, GPUs keep them
+    /// so; CPUs convert all matrices to `weights`.
     pub fn of(config: &ModelConfig, shard: Shard, weights: WeightFormat, is_gpu: bool) -> Self {
         let dtype = weights.kv_dtype();
         let heads = config.head_shape_of(shard);
@@ -99,13 +99,13 @@ impl ModelSizes {
             }
             WeightFormat::F32 | WeightFormat::Bf16 | WeightFormat::Q8 => 0,
         };
-        let kept = match is_gpu && config.has_mxfp4_experts() {
+        let mxfp4_elements = match is_gpu && config.has_mxfp4_experts() {
             true => config.expert_parameter_count_of(shard),
             false => 0,
         };
-        let converted = weights.bytes(config.parameter_count_of(shard) - kept);
+        let other_bytes = weights.bytes(config.parameter_count_of(shard) - mxfp4_elements);
         Self {
-            weights: converted + mxfp4::bytes(kept) + tables_bytes,
+            weights: other_bytes + mxfp4::bytes(mxfp4_elements) + tables_bytes,
             activations: (width * dtype.bytes() + 4 * config.hidden_size) as u64,
             kv: (block_bytes / BLOCK_TOKENS) as u64,
         }

@@ -66,7 +66,7 @@ pub const TOOLS_BYTES_MAX: usize = 256 << 10;
 /// parts of one schema.
 pub const TOOLS_PARTS_FACTOR: usize = 4;
 /// Length of each literal that the model writes around a tool call.
-pub(crate) const LITERAL_BYTES_MAX: usize = 256;
+pub const LITERAL_BYTES_MAX: usize = 256;
 /// Size of a grammar in a request to a node, protobuf framing included.
 pub const WIRE_BYTES_MAX: usize =
     TOOLS_BYTES_MAX + REGEX_BYTES_MAX + 8 * LITERAL_BYTES_MAX + TOOLS_MAX * 16;

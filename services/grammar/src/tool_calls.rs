@@ -143,13 +143,19 @@ impl ToolCalls {
         Ok(TopLevelGrammar { grammars, max_tokens: None })
     }
 
-    /// Returns whether one of the literals around calls contains this text.
+    /// Returns whether a call or its tag may contain this text outside of its arguments.
     pub fn writes(&self, text: &[u8]) -> bool {
         let tag = match &self.alternative {
             Alternative::Text(free_text) => free_text.tag.as_str(),
             Alternative::Nothing | Alternative::Answer { .. } => "",
         };
+        // A name of a structural tag is text of the client, which may have or complete a tag.
+        let CallSyntax { before_name, before_arguments, .. } = &self.syntax;
+        let writes_in_name = |CallableTool { name, .. }: &CallableTool| {
+            has_text(&format!("{before_name}{name}{before_arguments}"), text)
+        };
         self.syntax.literals().chain([tag]).any(|literal| has_text(literal, text))
+            || self.tools.iter().any(writes_in_name)
     }
 
     pub(crate) fn bytes(&self) -> usize {

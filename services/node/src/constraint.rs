@@ -176,7 +176,9 @@ fn refusal(failure: ConstraintFailure) -> Refusal {
 #[cfg(test)]
 mod tests {
     use engine::event::{SequenceId, SequenceKind};
-    use grammar::{Alternative, CallSyntax, FreeText, ReasoningTags, Token, ToolCalls};
+    use grammar::{
+        Alternative, CallSyntax, CallableTool, FreeText, ReasoningTags, Token, ToolCalls,
+    };
     use kernels::sampling::Sampling;
     use text::ToolFormat;
 
@@ -268,5 +270,11 @@ mod tests {
         let grammar = Box::new(Grammar::json_object());
         assert_eq!(silent(&Grammar::AfterReasoning { tags, grammar }), [0, 1]);
         assert_eq!(silent(&Grammar::Regex(".*".into())), [0, 1, 2]);
+        // The trigger of a structural tag, and the rest of a structure's begin.
+        let syntax = CallSyntax { before_name: "<".into(), bare_name: true, ..Default::default() };
+        let tools = vec![CallableTool { name: "tool_call>".into(), arguments: None }];
+        let alternative = Alternative::Nothing;
+        let tag = ToolCalls { syntax, tools, several: true, alternative };
+        assert_eq!(silent(&Grammar::ToolCalls(tag)), [0, 2]);
     }
 }

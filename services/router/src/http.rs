@@ -16,6 +16,7 @@ mod pooling;
 mod request_fields;
 mod responses;
 mod streams;
+mod structural_tag;
 mod tokenize;
 mod wire;
 

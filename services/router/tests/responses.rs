@@ -167,7 +167,8 @@ async fn log_probabilities_of_a_message_begin_with_its_text() {
     let cluster = Cluster::start_sources(settings(), vec![model], vec![], vec![decode]).await;
     let content = "<|channel|>final<|message|>Noon.";
     let thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant";
-    for answer in [content.to_owned(), format!("{thought}{content}")] {
+    for answer in [content.to_owned(), format!("{thought}{content}"), format!("assistant{content}")]
+    {
         let answer = text.tokenizer().encode(&answer, SpecialTokens::Parse).unwrap();
         cluster.decode[0].answer_with(&answer);
         let body = request(json!({"include": ["message.output_text.logprobs"],

@@ -185,8 +185,11 @@ async fn structural_tag_constrains_the_answer_after_its_trigger() {
 
     let answer = cluster.client.post(PATH, &body(json!({"type": "strange"}))).await;
     let param = &answer.error()["param"];
-    assert_eq!((answer.status.as_u16(), param), (400, &json!("response_format.structures[0]")));
-    assert!(answer.message().contains("of the structure is not supported"), "{answer:?}");
+    assert_eq!(
+        (answer.status.as_u16(), param),
+        (400, &json!("response_format.structures[0].schema"))
+    );
+    assert!(answer.message().contains("is not supported"), "{answer:?}");
     let mut with_tools = body(city());
     with_tools["tools"] = json!([function("clock", json!({}))]);
     let answer = cluster.client.post(PATH, &with_tools).await;

@@ -7,7 +7,7 @@ use crate::{
         error::CudaError,
         plan::{Admission, KnownDrafts, StepRows},
     },
-    layout::NO_BLOCK,
+    layout::{BlockId, NO_BLOCK},
     sampling::{LISTED_TOKENS_MAX, LOGIT_BIASES_MAX},
 };
 
@@ -29,11 +29,15 @@ impl DeviceBatch {
             .chain(sequences.iter().map(|sequence| sequence.slot));
         let slot = all_slots.max().unwrap_or(0);
         check(slot < slots, "a slot of the step", slot.into(), "a slot of the batch")?;
-        let tables = admissions.iter().map(|admission| (0, admission.blocks));
-        let tables = tables.chain(extensions.iter().map(|e| (e.first as usize, e.blocks)));
-        for (first, ids) in tables {
-            let ids_held = ids.iter().filter(|block| **block != NO_BLOCK);
-            let block = ids_held.map(|block| block.0).max().unwrap_or(0);
+        let tables = admissions.iter().map(|it| (0, it.position as usize, it.blocks));
+        let tables = tables.chain(extensions.iter().map(|it| (it.first as usize, 0, it.blocks)));
+        for (first, position, ids) in tables {
+            // Only entries behind the window of their KV group may have no block.
+            let is_used = |(entry, block): &(usize, &BlockId)| {
+                **block != NO_BLOCK || self.memory.groups.is_needed(*entry, position)
+            };
+            let used = (first..).zip(ids).filter(is_used).map(|(_, block)| block.0);
+            let block = used.max().unwrap_or(0);
             check(block < blocks, "a block of the step", block.into(), "a block of the arena")?;
             let (length, allowed) = (first + ids.len(), "that of the longest sequence or less");
             check(length <= table, "a block table's length", length as u64, allowed)?;

@@ -111,7 +111,7 @@ impl BatchArraySizes {
         let kv = ffi::Kv {
             base: blocks.data().address(),
             block_elements: layout.block_elements() as i64,
-            block_count: (blocks.block_count() + DeviceKv::MORE_BLOCKS) as i32,
+            block_count: (blocks.block_count() + DeviceKv::EXTRA_BLOCKS) as i32,
             layer_count: layout.layer_count as i32,
             head_count: layout.kv_head_count as i32,
             head_dim: layout.head_dim as i32,

@@ -1,8 +1,8 @@
-//! CPU time of the router for a token of a recorded answer: with a reasoning and a tool parser,
+//! CPU time of the router for a token of a synthetic answer: with a reasoning and a tool parser,
 //! and without both.
 //!
-//! Both routers stream the same tokens to the same request. The parsers do not run in a router
-//! that leaves reasoning in the content, for a request whose `tool_choice` is `none`.
+//! Both routers get the same requests and tokens. The router without parsers leaves reasoning in
+//! the content, and its requests have the `tool_choice` `none`.
 
 use std::{ffi::OsString, fs, time::Duration};
 
@@ -12,7 +12,10 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use text::{ModelText, SpecialTokens, Tokenizer};
 
-use super::{HttpRequest, MeasuredRouter, RouterArgs};
+use super::{HttpRequest, MeasuredRouter, RouterArgs, TICK_US};
+
+/// Least CPU time of a measurement, in ticks of the clock: a tick is then 5 %.
+const TICKS_MIN: f64 = 20.0;
 
 /// Presents tools and renders messages as chat templates of Qwen do.
 const TEMPLATE: &str = "{%- if tools %}{{- tools | tojson }}{%- endif %}
@@ -31,17 +34,17 @@ const PROSE: &str = "Paris has been the capital of France since the end of the 1
 struct ModelFormats {
     reasoning: &'static str,
     tools: &'static str,
-    answers: [RecordedAnswer; 3],
+    answers: [SyntheticAnswer; 3],
 }
 
 /// An answer that is `before`, prose, and `after`.
-struct RecordedAnswer {
+struct SyntheticAnswer {
     name: &'static str,
     before: &'static str,
     after: &'static str,
     /// Whether the prose is part of a JSON string.
     is_json: bool,
-    /// Field of the chunks that only parsers write; `None` if the answer is content.
+    /// Field that chunks have only if a parser ran; `None` if the answer is content.
     parsed: Option<&'static str>,
 }
 
@@ -50,15 +53,21 @@ const FORMATS: [ModelFormats; 2] = [
         reasoning: "think",
         tools: "hermes",
         answers: [
-            RecordedAnswer { name: "content", before: "", after: "", is_json: false, parsed: None },
-            RecordedAnswer {
+            SyntheticAnswer {
+                name: "content",
+                before: "",
+                after: "",
+                is_json: false,
+                parsed: None,
+            },
+            SyntheticAnswer {
                 name: "reasoning",
                 before: "<think>\n",
                 after: "\n</think>\n\nParis.",
                 is_json: false,
                 parsed: Some("\"reasoning_content\":"),
             },
-            RecordedAnswer {
+            SyntheticAnswer {
                 name: "call",
                 before: "<tool_call>\n{\"name\": \"write\", \"arguments\": {\"text\": \"",
                 after: "\"}}\n</tool_call>",
@@ -71,21 +80,21 @@ const FORMATS: [ModelFormats; 2] = [
         reasoning: "harmony",
         tools: "harmony",
         answers: [
-            RecordedAnswer {
+            SyntheticAnswer {
                 name: "content",
                 before: "<|channel|>final<|message|>",
                 after: "",
                 is_json: false,
                 parsed: None,
             },
-            RecordedAnswer {
+            SyntheticAnswer {
                 name: "reasoning",
                 before: "<|channel|>analysis<|message|>",
                 after: "<|end|><|start|>assistant<|channel|>final<|message|>Paris.",
                 is_json: false,
                 parsed: Some("\"reasoning_content\":"),
             },
-            RecordedAnswer {
+            SyntheticAnswer {
                 name: "call",
                 before: "<|channel|>commentary to=functions.write <|constrain|>json<|message|>\
                          {\"text\": \"",
@@ -141,6 +150,11 @@ pub(super) fn run(args: &RouterArgs) -> Result<()> {
                     let has_field = measured.stream.contains(field);
                     ensure!(has_field == is_parsed, "{field} in {}: {has_field}", measured.stream);
                 }
+                ensure!(
+                    measured.cpu_us >= TICKS_MIN * TICK_US,
+                    "{} µs of CPU time are too few to compare; expected more --streams or --tokens",
+                    measured.cpu_us
+                );
                 Ok(measured.cpu_us / f64::from(args.streams * count))
             };
             let (mut without_us, mut with_us) = (Vec::new(), Vec::new());
@@ -187,7 +201,7 @@ fn request(tokens: u32, tool_choice: &str) -> HttpRequest {
     HttpRequest::chat_with(tokens, json!({"tools": tools, "tool_choice": tool_choice}))
 }
 
-impl RecordedAnswer {
+impl SyntheticAnswer {
     /// Returns the tokens of the answer: at most `count`, with the prose as often as it fits.
     fn tokens(&self, tokenizer: &Tokenizer, count: u32) -> Result<Vec<u32>> {
         let prose = match self.is_json {

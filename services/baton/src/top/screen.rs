@@ -38,7 +38,7 @@ pub(super) enum Input {
 /// The drawn screen. Dropping it restores the terminal.
 pub(super) struct Screen {
     keyboard: Option<Keyboard>,
-    ends: [Signal; 3],
+    stop_signals: [Signal; 3],
     resizes: Signal,
 }
 
@@ -46,14 +46,14 @@ impl Screen {
     pub(super) fn open() -> Result<Self> {
         let ends = [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()];
         let [interrupt, terminate, hangup] = ends.map(signal);
-        let ends = [interrupt?, terminate?, hangup?];
+        let stop_signals = [interrupt?, terminate?, hangup?];
         let resizes = signal(SignalKind::window_change())?;
         let keyboard = match stdin().is_terminal() {
             true => Some(Keyboard::open().context("cannot read keys of the terminal")?),
             false => None,
         };
         write(ENTER)?;
-        Ok(Self { keyboard, ends, resizes })
+        Ok(Self { keyboard, stop_signals, resizes })
     }
 
     /// Draws the printable lines that `view` returns for the height of the terminal. The first
@@ -68,7 +68,7 @@ impl Screen {
 
     /// Waits for an event. Cancel safe.
     pub(super) async fn input(&mut self) -> Result<Input> {
-        let [interrupt, terminate, hangup] = &mut self.ends;
+        let [interrupt, terminate, hangup] = &mut self.stop_signals;
         let keys = async {
             match &self.keyboard {
                 Some(keyboard) => keyboard.quit().await,
@@ -96,7 +96,8 @@ impl Drop for Screen {
 fn frame(lines: &[String], lines_max: usize, columns: usize) -> String {
     let mut frame = String::from("\x1b[H");
     for (index, line) in lines.iter().take(lines_max).enumerate() {
-        let line = cut(line, columns);
+        // After a full line the cursor stands on its last character, which \x1b[K would erase.
+        let line = cut(line, columns.saturating_sub(1));
         let _ = match index {
             0 => write!(frame, "\x1b[1m{line}\x1b[0m\x1b[K"),
             _ => write!(frame, "\r\n{line}\x1b[K"),
@@ -138,7 +139,7 @@ impl Keyboard {
         let mut keys = [0; 64];
         loop {
             let count = rustix::io::read(stdin(), &mut keys)?;
-            if keys[..count].iter().any(|key| matches!(*key, b'q' | b'Q' | CONTROL_C)) {
+            if keys[..count].iter().any(|key| matches!(*key, b'q' | CONTROL_C)) {
                 return Ok(());
             }
             tokio::time::sleep(KEYS_INTERVAL).await;
@@ -160,7 +161,7 @@ mod tests {
     #[test]
     fn frame_neither_wraps_nor_scrolls() {
         let lines = ["title".to_owned(), "模型".to_owned(), "third".to_owned()];
-        assert_eq!(frame(&lines, 2, 3), "\x1b[H\x1b[1mtit\x1b[0m\x1b[K\r\n模\x1b[K\x1b[J");
-        assert_eq!(frame(&[], 2, 3), "\x1b[H\x1b[J");
+        assert_eq!(frame(&lines, 2, 4), "\x1b[H\x1b[1mtit\x1b[0m\x1b[K\r\n模\x1b[K\x1b[J");
+        assert_eq!(frame(&[], 2, 4), "\x1b[H\x1b[J");
     }
 }

@@ -32,7 +32,7 @@ impl Section {
         1 + self.table.len()
     }
 
-    /// Returns the first lines, and the number of rows that have no line.
+    /// Returns at most `lines_max` lines; the last one tells the number of rows that have no line.
     fn lines(&self, lines_max: usize) -> Vec<String> {
         let lines = std::iter::once(&self.title).chain(&self.table);
         let left_out = self.line_count().saturating_sub(lines_max);
@@ -40,7 +40,8 @@ impl Section {
             return lines.take(lines_max).cloned().collect();
         }
         let mut shown: Vec<String> = lines.take(lines_max - 1).cloned().collect();
-        shown.push(format!("… {} more", left_out + 1));
+        // The head of the table is no row.
+        shown.push(format!("… {} more", (left_out + 1).min(self.table.len() - 1)));
         shown
     }
 }
@@ -528,6 +529,7 @@ mod tests {
         for lines_max in 0..25 {
             assert!(fit(&all, lines_max).len() <= lines_max);
         }
+        assert_eq!(section(9).lines(2), ["t", "… 9 more"]);
         let view = View::new("http://r", Duration::from_secs(2));
         assert_eq!(view.lines(1, Instant::now()).len(), 1);
     }

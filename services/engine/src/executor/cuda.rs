@@ -673,7 +673,7 @@ pub fn check_sizes(
         let allowed = "multiples of 8";
         return Err(CudaError::Unsupported { what, value, allowed }.into());
     }
-    // Rows of the hidden size are quantized as a whole.
+    // The FP8 kernels quantize whole rows in units of 16 elements.
     let (hidden_unit, hidden_allowed) = match weights {
         WeightFormat::Fp8 => (16, "multiples of 16 in fp8"),
         _ => (8, "multiples of 8"),
@@ -720,51 +720,49 @@ mod tests {
 
     use super::*;
 
+    /// Returns why a model of this configuration is refused; empty if it is not.
+    fn refusal(config: &serde_json::Value, (weights, compute): (WeightFormat, u32)) -> String {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("config.json");
+        std::fs::write(&path, config.to_string()).unwrap();
+        let checkpoint = Checkpoint::open(&path, LoadFormat::Dummy { seed: 1 }).unwrap();
+        let checked = check_sizes(checkpoint.config(), Shard::WHOLE, (weights, compute));
+        checked.err().map(|error| error.to_string()).unwrap_or_default()
+    }
+
     #[test]
     fn experts_without_kernels_are_refused() {
-        let refusal = |experts: u32, chosen: u32, weights, compute| {
-            let folder = tempfile::tempdir().unwrap();
-            let path = folder.path().join("config.json");
-            let config = json!({
+        let config = |experts: u32, chosen: u32| {
+            json!({
                 "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
                 "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
                 "vocab_size": 200, "num_experts": experts, "num_experts_per_tok": chosen
-            });
-            std::fs::write(&path, config.to_string()).unwrap();
-            let checkpoint = Checkpoint::open(&path, LoadFormat::Dummy { seed: 1 }).unwrap();
-            let checked = check_sizes(checkpoint.config(), Shard::WHOLE, (weights, compute));
-            checked.err().map(|error| error.to_string()).unwrap_or_default()
+            })
         };
-        assert_eq!(refusal(512, 32, WeightFormat::Bf16, 90), "");
+        assert_eq!(refusal(&config(512, 32), (WeightFormat::Bf16, 90)), "");
         for (experts, chosen, weights, compute, expected) in [
             (8, 2, WeightFormat::F32, 90, "with experts is f32; expected bf16 or fp8 on GPUs"),
             (513, 2, WeightFormat::Bf16, 90, "the number of experts is 513; expected up to 512"),
             (64, 33, WeightFormat::Bf16, 90, "experts per token is 33; expected up to 32"),
             (8, 2, WeightFormat::Bf16, 89, "of a GPU for experts is 8.9; expected 9.0"),
         ] {
-            let error = refusal(experts, chosen, weights, compute);
+            let error = refusal(&config(experts, chosen), (weights, compute));
             assert!(error.ends_with(expected), "{error}");
         }
     }
 
     #[test]
-    fn hidden_sizes_without_quantization_are_refused() {
-        let refusal = |hidden: u32, weights| {
-            let folder = tempfile::tempdir().unwrap();
-            let path = folder.path().join("config.json");
-            let config = json!({
+    fn hidden_size_that_fp8_cannot_quantize_is_refused() {
+        let config = |hidden: u32| {
+            json!({
                 "architectures": ["LlamaForCausalLM"], "hidden_size": hidden, "intermediate_size": 96,
                 "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
                 "head_dim": 64, "vocab_size": 200
-            });
-            std::fs::write(&path, config.to_string()).unwrap();
-            let checkpoint = Checkpoint::open(&path, LoadFormat::Dummy { seed: 1 }).unwrap();
-            let checked = check_sizes(checkpoint.config(), Shard::WHOLE, (weights, 90));
-            checked.err().map(|error| error.to_string()).unwrap_or_default()
+            })
         };
-        assert_eq!(refusal(72, WeightFormat::Bf16), "");
-        assert_eq!(refusal(80, WeightFormat::Fp8), "");
-        let error = refusal(72, WeightFormat::Fp8);
+        assert_eq!(refusal(&config(72), (WeightFormat::Bf16, 90)), "");
+        assert_eq!(refusal(&config(80), (WeightFormat::Fp8, 90)), "");
+        let error = refusal(&config(72), (WeightFormat::Fp8, 90));
         assert!(error.ends_with("hidden size is 72; expected multiples of 16 in fp8"), "{error}");
     }
 }

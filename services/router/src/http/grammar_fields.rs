@@ -4,16 +4,17 @@
 //! for a regular expression, a schema, a choice of texts and a context-free grammar. A request has
 //! at most one of them.
 
-use grammar::{
-    Alternative, CallSyntax, CallableTool, FreeText, Grammar, ToolCalls, limits::TOOLS_MAX,
-};
+use grammar::{Grammar, limits::TOOLS_MAX};
 use serde::Deserialize;
 use serde_json::{Map, Value, json, value::RawValue};
 
-use super::fields::RequestFields;
+use super::{
+    fields::RequestFields,
+    structural_tag::{STRUCTURAL_TAG, structural_tag},
+};
 use crate::request::{
     error::{FieldError, JsonError, invalid_value, parse_field},
-    options::{RequestedGrammar, SchemaField},
+    options::RequestedGrammar,
     tools::{
         OfferedFunction, OfferedTools, RequestedToolChoice, TOOL_CHOICE, TOOLS, check_count,
         check_name,
@@ -24,6 +25,7 @@ const FORMAT: &str = "response_format";
 const FORMAT_ALLOWED: &str = "an object with type text, json_object, json_schema or structural_tag";
 const SCHEMA: &str = "response_format.json_schema.schema";
 const OUTPUTS: &str = "structured_outputs";
+const OUTPUTS_TAG: &str = "structured_outputs.structural_tag";
 const OUTPUTS_ALLOWED: &str =
     "an object with one of json, regex, choice, grammar, json_object and structural_tag";
 
@@ -106,155 +108,6 @@ fn response_format(fields: &RequestFields<'_>) -> Result<Option<RequestedGrammar
     })
 }
 
-/// Type of a `response_format` of vLLM and SGLang: free text, and JSON after each trigger.
-const STRUCTURAL_TAG: &str = "structural_tag";
-
-/// Reads a structural tag, in the form with `structures` or as xgrammar's `triggered_tags`. One
-/// trigger begins all structures, and one text ends them: this is the grammar of tool calls.
-fn structural_tag(field: &'static str, text: &str) -> Result<RequestedGrammar, FieldError> {
-    const ALLOWED: &str = "structures and triggers, or a format with type triggered_tags";
-    #[derive(Deserialize)]
-    #[serde(deny_unknown_fields)]
-    struct StructuralTag<'a> {
-        r#type: String,
-        #[serde(borrow, default)]
-        structures: Option<Vec<Structure<'a>>>,
-        #[serde(default)]
-        triggers: Option<Vec<String>>,
-        #[serde(borrow, default)]
-        format: Option<TriggeredTags<'a>>,
-    }
-    #[derive(Deserialize)]
-    #[serde(deny_unknown_fields)]
-    struct Structure<'a> {
-        begin: String,
-        #[serde(borrow)]
-        schema: &'a RawValue,
-        end: String,
-    }
-    #[derive(Deserialize)]
-    #[serde(deny_unknown_fields)]
-    struct TriggeredTags<'a> {
-        r#type: String,
-        triggers: Vec<String>,
-        #[serde(borrow)]
-        tags: Vec<Tag<'a>>,
-        #[serde(default)]
-        at_least_one: bool,
-        #[serde(default)]
-        stop_after_first: bool,
-        #[serde(default)]
-        excludes: Vec<String>,
-    }
-    #[derive(Deserialize)]
-    #[serde(deny_unknown_fields)]
-    struct Tag<'a> {
-        #[serde(default)]
-        r#type: Option<String>,
-        begin: String,
-        #[serde(borrow)]
-        content: Content<'a>,
-        end: String,
-    }
-    #[derive(Deserialize)]
-    #[serde(deny_unknown_fields)]
-    struct Content<'a> {
-        r#type: String,
-        #[serde(borrow)]
-        json_schema: &'a RawValue,
-        #[serde(default)]
-        style: Option<String>,
-        #[serde(default)]
-        any_order: bool,
-    }
-    let only = |at: &str, value: &str, allowed: &str| {
-        Err(invalid_value(&format!("{field}.{at}"), &json!(value).to_string(), allowed))
-    };
-    let tag: StructuralTag<'_> = object(field, text, ALLOWED)?;
-    if tag.r#type != STRUCTURAL_TAG {
-        return only("type", &tag.r#type, STRUCTURAL_TAG);
-    }
-    let (at, triggers, structures, several) = match (tag.structures, tag.triggers, tag.format) {
-        (Some(structures), Some(triggers), None) => ("structures", triggers, structures, true),
-        (None, None, Some(format)) => {
-            if format.r#type != "triggered_tags" {
-                return only("format.type", &format.r#type, "triggered_tags");
-            }
-            if format.at_least_one || !format.excludes.is_empty() {
-                let problem = "has at_least_one or excludes; allowed: triggered_tags without them";
-                return Err(FieldError::new(format!("{field}.format"), problem));
-            }
-            let mut structures = Vec::new();
-            for (index, Tag { r#type, begin, content, end }) in format.tags.into_iter().enumerate()
-            {
-                let at = |name: &str| format!("format.tags[{index}].{name}");
-                if let Some(other) = r#type.filter(|name| name != "tag") {
-                    return only(&at("type"), &other, "tag");
-                }
-                if content.r#type != "json_schema" {
-                    return only(&at("content.type"), &content.r#type, "json_schema");
-                }
-                if let Some(other) = content.style.filter(|style| style != "json") {
-                    return only(&at("content.style"), &other, "json");
-                }
-                if content.any_order {
-                    return only(&at("content.any_order"), "true", "false");
-                }
-                structures.push(Structure { begin, schema: content.json_schema, end });
-            }
-            ("format.tags", format.triggers, structures, !format.stop_after_first)
-        }
-        _ => {
-            let problem = format!("has other fields; allowed: {ALLOWED}");
-            return Err(FieldError::new(field, problem));
-        }
-    };
-    let [trigger] = <[String; 1]>::try_from(triggers).map_err(|triggers| {
-        let problem = format!("has {} triggers; allowed: one", triggers.len());
-        FieldError::new(field, problem)
-    })?;
-    if trigger.is_empty() {
-        return Err(FieldError::new(
-            field,
-            "has an empty trigger; allowed: at least one character",
-        ));
-    }
-    let count = structures.len();
-    let Some(end) = structures.first().map(|structure| structure.end.clone()) else {
-        let problem = format!("has no structure; allowed: 1 to {TOOLS_MAX}");
-        return Err(FieldError::new(field, problem));
-    };
-    let (mut tools, mut schemas) = (Vec::with_capacity(count), Vec::with_capacity(count));
-    for (index, structure) in structures.into_iter().enumerate() {
-        let place = format!("{at}[{index}]");
-        let Some(name) = structure.begin.strip_prefix(&trigger).filter(|name| !name.is_empty())
-        else {
-            let allowed = "the trigger and further text";
-            return only(&format!("{place}.begin"), &structure.begin, allowed);
-        };
-        if structure.end != end {
-            let allowed = "the end of the first structure";
-            return only(&format!("{place}.end"), &structure.end, allowed);
-        }
-        let arguments = Some(structure.schema.get().to_owned());
-        tools.push(CallableTool { name: name.to_owned(), arguments });
-        let owner = "the structure".to_owned();
-        schemas.push(SchemaField { field: format!("{field}.{place}"), owner });
-    }
-    let calls = ToolCalls {
-        syntax: CallSyntax {
-            before_name: trigger.clone(),
-            bare_name: true,
-            after_arguments: end,
-            ..CallSyntax::default()
-        },
-        tools,
-        several,
-        alternative: Alternative::Text(FreeText { tag: trigger, never_begins: None }),
-    };
-    Ok(RequestedGrammar { schemas, ..RequestedGrammar::new(field, Grammar::ToolCalls(calls)) })
-}
-
 fn regex(
     fields: &RequestFields<'_>,
     name: &'static str,
@@ -296,17 +149,13 @@ fn structured_outputs(fields: &RequestFields<'_>) -> Result<Option<RequestedGram
     #[derive(Deserialize)]
     #[serde(deny_unknown_fields)]
     struct Outputs<'a> {
-        #[serde(borrow, default)]
+        #[serde(borrow)]
         json: Option<&'a RawValue>,
-        #[serde(default)]
         regex: Option<String>,
-        #[serde(default)]
         choice: Option<Vec<String>>,
-        #[serde(default)]
         grammar: Option<String>,
-        #[serde(default)]
         json_object: Option<bool>,
-        #[serde(default)]
+        /// The text of a JSON object, as in vLLM.
         structural_tag: Option<String>,
     }
     let Some(text) = fields.raw(OUTPUTS) else { return Ok(None) };
@@ -316,7 +165,8 @@ fn structured_outputs(fields: &RequestFields<'_>) -> Result<Option<RequestedGram
     let json_object = outputs.json_object.unwrap_or(false).then(Grammar::json_object);
     let (regex, grammar) =
         (outputs.regex.map(Grammar::Regex), outputs.grammar.map(Grammar::ContextFree));
-    let tag = outputs.structural_tag.map(|text| structural_tag(OUTPUTS, &text)).transpose()?;
+    let tag = outputs.structural_tag;
+    let tag = tag.map(|text| structural_tag(OUTPUTS_TAG, text.trim())).transpose()?;
     let given = [json, regex, texts, grammar, json_object].into_iter().flatten();
     let mut given = given.map(|grammar| RequestedGrammar::new(OUTPUTS, grammar)).chain(tag);
     let first = given.next();
@@ -632,7 +482,7 @@ mod tests {
         let text = json!({"structured_outputs": {"structural_tag": tag.to_string()}});
         let (field, grammar) = found(&text.to_string());
         let (_, expected) = found(&json!({"response_format": tag}).to_string());
-        assert_eq!((field, &grammar), ("structured_outputs", &expected));
+        assert_eq!((field, &grammar), (OUTPUTS_TAG, &expected));
         for (stops, several) in [(true, false), (false, true)] {
             let content = json!({"type": "json_schema", "json_schema": {"type": "integer"}});
             let tags =
@@ -688,10 +538,10 @@ mod tests {
             ),
             (
                 json!({"type": "structural_tag"}),
-                "response_format has other fields; allowed: structures",
+                "response_format has neither or both of structures and triggers, or a format",
             ),
             (
-                format(json!({"type": "sequence"}), schema()),
+                json!({"type": "structural_tag", "format": {"type": "sequence", "elements": []}}),
                 "response_format.format.type is \"sequence\"; allowed: triggered_tags",
             ),
             (
@@ -699,8 +549,25 @@ mod tests {
                 "response_format.format has at_least_one or excludes; allowed",
             ),
             (
-                format(json!({}), json!({"type": "regex", "json_schema": {}})),
+                format(json!({}), json!({"type": "regex", "pattern": "a"})),
                 "response_format.format.tags[0].content.type is \"regex\"; allowed: json_schema",
+            ),
+            (
+                format(json!({}), json!({"type": "any_text"})),
+                "response_format.format.tags[0].content.type is \"any_text\"; allowed",
+            ),
+            (
+                tag(&["a"], json!(vec![structure("ab", "c"); 129])),
+                "response_format has 129 structures; allowed: 1 to 128",
+            ),
+            (
+                tag(&["a"], json!([structure(&"a".repeat(258), "c")])),
+                "response_format.structures[0].begin has 257 bytes after the trigger; allowed: at \
+                 most 256",
+            ),
+            (
+                tag(&["a"], json!([structure("ab", &"c".repeat(257))])),
+                "response_format has a trigger or an end of more than 256 bytes",
             ),
             (
                 format(
@@ -713,6 +580,10 @@ mod tests {
             let error = asked(&json!({"response_format": tag}).to_string()).unwrap_err();
             assert!(error.starts_with(said), "{error}");
         }
+        let tag = tag(&["a"], json!([])).to_string();
+        let error = asked(&json!({"structured_outputs": {"structural_tag": tag}}).to_string());
+        let said = "structured_outputs.structural_tag has no structure; allowed: 1 to 128";
+        assert_eq!(error.unwrap_err(), said);
     }
 
     fn tools_of(body: Value) -> Result<Option<OfferedTools>, String> {

@@ -453,8 +453,8 @@ pub(crate) struct RequestedGrammar {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SchemaField {
     pub field: String,
-    /// The function or the structure that has the schema, for errors.
-    pub owner: String,
+    /// The function that has the schema, for errors; `None` if the field is the schema.
+    pub owner: Option<String>,
 }
 
 impl RequestedGrammar {
@@ -484,8 +484,11 @@ impl RequestedGrammar {
     pub(crate) fn refused(&self, error: &GrammarError) -> FieldError {
         match error {
             GrammarError::InTool { index, error } => match self.schemas.get(*index) {
-                Some(SchemaField { field, owner }) => {
+                Some(SchemaField { field, owner: Some(owner) }) => {
                     FieldError::new(field, format!("of {owner} {error}"))
+                }
+                Some(SchemaField { field, owner: None }) => {
+                    FieldError::new(field, error.to_string())
                 }
                 None => FieldError::new(self.field, error.to_string()),
             },

@@ -124,7 +124,7 @@ impl OfferedTools {
             let arguments = is_held.then(|| arguments_schema(function)).transpose()?;
             tools.push(CallableTool { name: function.name.clone(), arguments });
             let owner = format!("the function {:?}", function.name);
-            schemas.push(SchemaField { field: function.field.clone(), owner });
+            schemas.push(SchemaField { field: function.field.clone(), owner: Some(owner) });
         }
         let syntax = format.syntax;
         let begins_with_tag =

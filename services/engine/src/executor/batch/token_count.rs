@@ -59,8 +59,8 @@ impl Batch<TokenCount> {
         self.row_mut(scheduled.slot).tokens.in_flight -= 1 + scheduled.draft_count;
     }
 
-    /// Records that a row's part of a step is done, and how many of its draft tokens the device
-    /// accepted. Does nothing if the sequence has left its slot.
+    /// Records that the device has completed a row's part of a step and accepted `accepted` of its
+    /// draft tokens. Does nothing if the sequence has left its slot.
     pub(crate) fn collected(&mut self, scheduled: &ScheduledRow, accepted: usize) {
         let ScheduledRow { slot, generation, token_count, draft_count, is_late, .. } = *scheduled;
         let occupant = self.rows[slot.0 as usize].as_mut();
@@ -75,11 +75,12 @@ impl Batch<TokenCount> {
         row.position -= draft_count - accepted;
     }
 
-    /// Returns the position up to which the KV of a sequence is computed by the collected steps,
-    /// or `None` if the sequence has left its slot.
-    pub(crate) fn computed(&self, slot: Slot, generation: Generation) -> Option<usize> {
-        let row = self.rows[slot.0 as usize].as_ref()?;
-        (row.generation == generation).then(|| row.position - row.tokens.in_flight)
+    /// Returns the number of leading tokens of a sequence whose KV the collected steps have
+    /// computed; 0 if the sequence has left its slot. No step in flight begins before this
+    /// position.
+    pub(crate) fn computed(&self, slot: Slot, generation: Generation) -> usize {
+        let row = self.rows[slot.0 as usize].as_ref().filter(|row| row.generation == generation);
+        row.map_or(0, |row| row.position - row.tokens.in_flight)
     }
 
     /// Returns the draft tokens of a row in steps in flight.

@@ -96,7 +96,8 @@ impl Graphs {
         let started = Instant::now();
         let longest = limits.step_tokens.min(limits.sequence_tokens);
         let groups = parts.model.config().kv_groups();
-        let longest = longest.min(groups.tokens(limits.blocks as usize) as u32);
+        let longest =
+            longest.min(u32::try_from(groups.tokens(limits.blocks as usize)).unwrap_or(u32::MAX));
         for tokens in [longest, longest.min(32)] {
             parts.prefill(tokens)?;
         }

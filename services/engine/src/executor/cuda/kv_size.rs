@@ -41,15 +41,15 @@ pub fn kv_blocks(
     let left = share_bytes.saturating_sub(taken).min(free.saturating_sub(batch));
     let left = left.saturating_sub(share.reserve);
     let block_bytes = layout.checked_block_bytes().map_or(u64::MAX, |bytes| bytes as u64);
-    let more = u64::from(DeviceKv::MORE_BLOCKS);
-    let blocks = (left / block_bytes.max(1)).saturating_sub(more).min(BLOCKS_MAX);
+    let extra = u64::from(DeviceKv::EXTRA_BLOCKS);
+    let blocks = (left / block_bytes.max(1)).saturating_sub(extra).min(BLOCKS_MAX);
     let blocks_min = (groups.entries(tokens_min as usize) as u64).max(2);
     if blocks < blocks_min {
         return Err(CudaExecutorError::KvTooSmall {
             left,
             free,
             tokens: tokens_min,
-            wanted: (blocks_min + more).saturating_mul(block_bytes),
+            wanted: (blocks_min + extra).saturating_mul(block_bytes),
         });
     }
     Ok(blocks as u32)
@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn memory_for_less_than_one_sequence_is_rejected_with_the_sizes() {
-        // 1 GiB: 510 blocks and the two more, 8,160 tokens.
+        // 1 GiB: 510 blocks and two extra blocks, 8,160 tokens.
         let layout = (LAYOUT, &KvGroups::default());
         let one = |percent, tokens| kv_blocks(room(16, 2, 1), share(percent, 0), layout, tokens);
         assert_eq!(one(90, 8_160).unwrap(), 510);

@@ -136,15 +136,15 @@ impl DeviceRows {
         Ok(step)
     }
 
-    /// Records that a row's part of a step is done.
+    /// Records that the device has completed a row's part of a step.
     pub(super) fn collect(&mut self, scheduled: &ScheduledRow, result: &RowResult) {
         self.batch.collected(scheduled, result.tokens.len().saturating_sub(1));
     }
 
-    /// Returns the position from which on the steps in flight compute a sequence; 0 if the sequence
-    /// has left its slot.
+    /// Returns the number of leading tokens of a sequence whose KV the collected steps have
+    /// computed; 0 if the sequence has left its slot.
     pub(super) fn computed(&self, slot: u32, generation: Generation) -> usize {
-        self.batch.computed(Slot(slot), generation).unwrap_or(0)
+        self.batch.computed(Slot(slot), generation)
     }
 
     /// Returns whether the lengths of rows depend on draft tokens of steps in flight.
@@ -334,7 +334,7 @@ mod tests {
     fn lengths_are_upper_bounds_until_the_accepted_draft_tokens_are_known() {
         let mut rows = new(ExecutorLimits { speculation: Some(SPECULATION), ..LIMITS });
         let first = plan(vec![admitted(0, 30, 16, &[3, 1, 5])], vec![row(0, 14, true)]);
-        rows.apply(&first, 0).unwrap();
+        let first = rows.apply(&first, 0).unwrap();
         let drafting = |drafts_max| StepPlan {
             drafts_max,
             ..plan(vec![], vec![RowPlan { drafts_max, ..row(0, 1, true) }])
@@ -355,11 +355,16 @@ mod tests {
             result.tokens = vec![SampledToken { id: 9, logprobs: None, pooled: None }; tokens];
             rows.collect(&step.scheduled[0], &result);
         };
+        assert_eq!(rows.computed(0, 1), 16);
+        collect(&mut rows, &first, 1);
+        assert_eq!(rows.computed(0, 1), 30);
         // One of four draft tokens is accepted, then both of two.
         collect(&mut rows, &second, 2);
         assert!(rows.has_unknown());
+        assert_eq!(rows.computed(0, 1), 32);
         collect(&mut rows, &third, 3);
         assert!(!rows.has_unknown());
+        assert_eq!(rows.computed(0, 1), 35);
         let next = rows.apply(&plan(vec![], vec![row(0, 1, true)]), 0).unwrap();
         assert_eq!(next.sequences, [part(30 + 2 + 3, 1)]);
         assert_eq!(used(&rows, &next), [(0, vec![3, 1, 5], 35)]);
@@ -371,6 +376,7 @@ mod tests {
         let result = rows.unsampled(&last.scheduled[0]);
         rows.apply(&plan, 0).unwrap();
         rows.collect(&last.scheduled[0], &result);
+        assert_eq!((rows.computed(0, 1), rows.computed(0, 2)), (0, 0));
         let newer_row = RowPlan { generation: 2, ..row(0, 1, true) };
         let next = StepPlan { rows: vec![newer_row], ..StepPlan::default() };
         assert_eq!(rows.apply(&next, 0).unwrap().sequences, [part(5, 1)]);
@@ -452,6 +458,10 @@ mod tests {
         let late =
             |step: &DeviceStep| step.scheduled.iter().map(|row| row.is_late).collect::<Vec<_>>();
         assert_eq!(late(&step), [true, false]);
+        assert_eq!(rows.computed(0, 1), 0);
+        let result = rows.unsampled(&step.scheduled[0]);
+        rows.collect(&step.scheduled[0], &result);
+        assert_eq!(rows.computed(0, 1), 4);
 
         let again = plan(vec![], vec![row(0, 1, true), row(1, 1, true)]);
         let step = rows.apply(&StepPlan { awaits_masks: true, ..again }, 0).unwrap();

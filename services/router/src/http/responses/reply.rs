@@ -102,6 +102,10 @@ impl ResponseBuilder {
             let bytes = view.tokenizer.token_bytes(token.id).map_or(0, <[u8]>::len);
             let headers = self.headers.as_mut();
             let is_header = headers.is_some_and(|headers| headers.takes(token.id, bytes));
+            if is_header && self.object.output.is_empty() {
+                // Text before the first tag belongs to the header.
+                self.logprobs.iter_mut().for_each(|held| *held = None);
+            }
             self.logprobs.push((!is_header).then_some(logprob));
         }
     }
