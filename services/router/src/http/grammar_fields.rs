@@ -4,9 +4,9 @@
 //! for a regular expression, a schema, a choice of texts and a context-free grammar. A request has
 //! at most one of them.
 
-use grammar::{Grammar, limits::TOOLS_MAX};
+use grammar::Grammar;
 use serde::Deserialize;
-use serde_json::{Map, Value, json, value::RawValue};
+use serde_json::{Map, Value, value::RawValue};
 
 use super::{
     fields::RequestFields,
@@ -313,6 +313,9 @@ fn offered(
 
 #[cfg(test)]
 mod tests {
+    use grammar::{Alternative, CallSyntax, CallableTool, FreeText, ToolCalls};
+    use serde_json::json;
+
     use super::*;
 
     fn asked(body: &str) -> Result<Option<RequestedGrammar>, String> {
