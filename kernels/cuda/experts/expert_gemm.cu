@@ -305,7 +305,8 @@ __device__ __forceinline__ void load_weights(const baton_expert_gemm_args& p, co
                                              const Ring<S>& ring, int half) {
   if (half == 0) barrier_expect(ring.arrived(), S::kWBytes);
   const int row = item.tile * (GATE_UP ? S::kHalf : S::kN) + half * (GATE_UP ? p.n / 2 : S::kHalf);
-  fetch_weights<(S::kTeams > 1)>(map, ring.weights() + half * (S::kWBytes / 2), ring.arrived(), step * S::kSlice, row, item.expert);
+  fetch_weights<(S::kTeams > 1)>(map, ring.weights() + half * (S::kWBytes / 2), ring.arrived(), step * S::kSlice, row,
+                                item.expert);
 }
 
 // Loads weights and rows of x of all items of the CTA.

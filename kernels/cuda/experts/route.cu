@@ -594,7 +594,8 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   // The kernel after a norm is a GEMM or baton_quantize, which reads at most weights before its wait. So it may start
   // before this kernel's predecessor ends.
   if (NORM) pdl_release();
-  // The router's weights and the residual stream are older than the preceding kernel, which wrote the outputs.
+  // The weights of the chosen experts and the residual stream were written before the preceding kernel, which wrote the
+  // outputs.
   float values[ITEMS][8] = {}, factors[ITEMS][8] = {};
   if (threadIdx.x < p.count) slot_weights[threadIdx.x] = p.weights[row * p.count + threadIdx.x];
   if constexpr (NORM) {

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(HEADS* WARP)
                       const float* key_norm, const float* frequencies, const int32_t* positions,
                       const int32_t* destinations, int dim, const RopeParameters shape) {
   using Pack = Neighbours<T, PAIRS>;
-  // The successor, attention, reads before its wait only data that are older than the GEMM before this kernel.
+  // The successor, attention, reads before its wait only data that were written before the QKV GEMM.
   pdl_release();
   const int row = blockIdx.x;
   const int heads = shape.query_heads + 2 * shape.kv_heads;
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(HEADS* WARP)
   }
   const int destination = destinations[row];
   const int64_t block = destination / BATON_BLOCK_TOKENS, token = destination % BATON_BLOCK_TOKENS;
-  // What was read so far is older than the preceding kernel, the GEMM of a layer.
+  // Everything read above was written before the preceding kernel, the QKV GEMM.
   pdl_wait();
 
   float of_queries = 0.f, of_keys = 0.f;
