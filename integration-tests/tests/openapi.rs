@@ -10,7 +10,7 @@ use integration_tests::{
 
 /// Returns the folder of the Python packages that `make test` installs.
 fn python_folder() -> PathBuf {
-    let folder = bin_dir().join("../python");
+    let folder = bin_dir().join("../site-packages");
     assert!(folder.exists(), "{} is missing: run `make test`", folder.display());
     folder
 }

@@ -41,7 +41,7 @@ async fn run(spec: ClusterSpec, script: &str) -> Result<()> {
     println!("{said}");
     assert!(
         output.status.success() && said.trim_end().ends_with("ok"),
-        "{said}{}\n(`make test` installs the clients; alone: PYTHONPATH=target/python)",
+        "{said}{}\n(`make test` installs the clients; alone: PYTHONPATH=target/site-packages)",
         String::from_utf8_lossy(&output.stderr)
     );
     cluster.stop()

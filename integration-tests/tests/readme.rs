@@ -183,7 +183,7 @@ fn chat_rows(readme: &str) -> Vec<(Vec<Value>, u16)> {
 
 /// Returns PATH with the tools that `make test` installs.
 fn search_path() -> String {
-    let tools = bin_dir().join("../python/bin");
+    let tools = bin_dir().join("../site-packages/bin");
     let path = std::env::var("PATH").unwrap_or_default();
     format!("{}:{path}", tools.display())
 }
