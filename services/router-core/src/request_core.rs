@@ -693,6 +693,7 @@ impl RequestCore {
     }
 
     fn fail_attempt(&mut self, now: Instant, failure: AttemptFailure) {
+        let failure = failure.before_deadline(self.spec.deadline.saturating_duration_since(now));
         let ended = self.end_attempt(AttemptOutcome::Failed(failure.clone()));
         let attempt = ended.expect("only an open attempt fails");
         let prefill = attempt.prefill.as_ref().map(|node| node.epoch);

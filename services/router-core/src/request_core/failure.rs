@@ -8,6 +8,9 @@ use super::emitted::EmissionError;
 
 /// Maximum bytes of a peer's message that the router copies into a log or an error body.
 const MESSAGE_BYTES_MAX: usize = 300;
+/// Maximum time by which a node may end a request before the router's deadline: the node counts
+/// whole milliseconds on its own clock.
+const DEADLINE_EARLY_MAX: Duration = Duration::from_millis(100);
 
 /// A status code of gRPC by its number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -207,6 +210,13 @@ impl AttemptFailure {
         Self { side: AttemptSide::Decode, cause: FailureCause::Migrated, message }
     }
 
+    /// Returns the failure with its cause at a request that has `time_left`. A deadline that is
+    /// not the request's is a failure of the node, which perhaps could not read the call in time.
+    pub(super) fn before_deadline(self, time_left: Duration) -> Self {
+        let is_early = self.cause == FailureCause::Deadline && time_left > DEADLINE_EARLY_MAX;
+        Self { cause: if is_early { FailureCause::Internal } else { self.cause }, ..self }
+    }
+
     /// Returns the report about the node of [`Self::side`], if the failure says anything about it.
     pub fn node_feedback(&self) -> Option<NodeFeedback> {
         match self.cause {
@@ -296,6 +306,21 @@ mod tests {
         assert!(!failed.is_refusal());
         let rejected = failure(AttemptSide::Decode, GrpcCode::UNAUTHENTICATED, false);
         assert_eq!(rejected.node_feedback(), Some(NodeFeedback::Lost));
+    }
+
+    #[test]
+    fn a_node_that_calls_a_request_late_too_early_has_failed() {
+        let code = GrpcCode::DEADLINE_EXCEEDED;
+        let error = CallError { code, is_broken: false, message: "a test".into() };
+        let late = AttemptFailure::call(AttemptSide::Decode, &error);
+        for (left, cause) in [
+            (DEADLINE_EARLY_MAX, FailureCause::Deadline),
+            (DEADLINE_EARLY_MAX + Duration::from_nanos(1), FailureCause::Internal),
+        ] {
+            assert_eq!(late.clone().before_deadline(left).cause, cause);
+        }
+        let busy = AttemptFailure { cause: FailureCause::Busy, ..late };
+        assert_eq!(busy.clone().before_deadline(Duration::MAX), busy);
     }
 
     #[test]

@@ -644,6 +644,21 @@ fn a_complete_structured_answer_finishes_although_its_last_event_is_lost() {
 }
 
 #[test]
+fn a_call_that_a_node_could_not_read_in_time_is_retried_until_the_deadline() {
+    let message = "the body did not arrive".to_owned();
+    let code = GrpcCode::DEADLINE_EXCEEDED;
+    let unread = CallError { code, is_broken: false, message };
+    let mut owner = Owner::started();
+    owner.picked(false);
+    owner.core.handle_decode(owner.now, Err(unread.clone()));
+    assert!(matches!(owner.outputs()[..], [RequestOutput::EndAttempt(_), RequestOutput::Pick]));
+    owner.picked(false);
+    owner.now += TIMEOUT - Duration::from_millis(1);
+    owner.core.handle_decode(owner.now, Err(unread));
+    assert!(matches!(gave_up(&owner.outputs()), GiveUp::Final(_)));
+}
+
+#[test]
 fn an_answer_that_a_weight_update_ends_does_not_count_as_complete() {
     for tokens_of_attempt in [0, 2] {
         let mut owner = Owner::started();
