@@ -1,20 +1,21 @@
-// y = x W^T for the rows of each expert (sm_90a). A tile has some rows of one expert and some rows of its weight. Four
+// y = x W^T for the rows of each expert (sm_90a). A tile has some rows of one expert and some rows of its weight. Two
 // threads load the weight by TMA, 128 threads gather the rows of x by index, and warpgroups of 64 rows compute with
-// wgmma. Rows are not padded: an expert's last tile gathers the rows that it has, and the results of other rows are not
-// stored. CTAs take the tiles in turn, counted on the device, and the loads of a tile overlap with the end of the tile
-// before.
+// wgmma. Rows are not padded: an expert's last tile gathers only the rows of the expert, and the results of other rows
+// are not stored. CTAs take the tiles in turn, counted on the device. The loads of a tile overlap with the end of the
+// previous tile.
 //
 // Small tiles give every SM an equal share of the weights, and large tiles read x and the weight less often. The order of
-// a sum over k does not depend on the tile: a row's results have the same bits in any company.
+// a sum over k does not depend on the tile, so the bits of a row's results do not depend on the other rows.
 //
 // With weights in FP8 (e4m3), wgmma multiplies in FP8. An element of x is one FP8 number (one part), or the sum of two
-// FP8 numbers (two parts), which keeps the precision of bf16. The two parts are two of the 64 rows of a wgmma. gate and
-// up write x of down in the same form, with a factor for every 64 columns. The tensor cores keep about 14 bits of a sum
-// in FP8. So the sum of each slice starts at zero and is then added to a sum in f32. With two parts two warpgroups take
-// turns at the slices, so that one multiplies while the other adds, and their sums are added at the end of a tile.
+// FP8 numbers (two parts), which keeps the precision of bf16. The two parts are two of the 64 rows of a wgmma. The
+// GEMM of gate and up writes the x of down in the same form, with a factor for every 64 columns. The tensor cores keep
+// about 14 bits of a sum in FP8. So the sum of each slice starts at zero and is then added to a sum in f32. With two
+// parts, two warpgroups take turns at the slices: one multiplies while the other adds. The end of a tile adds their
+// two sums.
 //
-// A CTA fills its ring with weights before it looks up the rows of x. With `pdl` down does so before the preceding kernel
-// has completed: the lists are older.
+// A CTA fills its ring with weights before it looks up the rows of x. With `pdl`, the GEMM of down fills its ring
+// before the preceding kernel has completed. This is valid because the lists were written before the preceding kernel.
 #include <cuda.h>
 #include <cuda_fp8.h>
 
@@ -28,14 +29,14 @@
 namespace baton {
 namespace {
 
-constexpr int kSliceBytes = 128;  // of k in a row of a stage, the widest row that TMA swizzles
+constexpr int kSliceBytes = 128;  // bytes of k in a row of a stage, the widest row that TMA swizzles
 constexpr int kGroupRows = 64;  // rows of shared memory that a warpgroup multiplies
 constexpr int kLoaders = 128;
 constexpr int kSmem = 227 * 1024;
 constexpr int kStagesMost = 12;
-constexpr int kFactorColumns = 64;  // columns of x of down that share a factor
-constexpr float kLowFactor = 1.f / 32.f;  // of the second part of x
-constexpr int kManyRows = 40;  // rows of an expert, on average, above which large tiles are faster
+constexpr int kFactorColumns = 64;  // columns of the x of down that share a factor
+constexpr float kLowFactor = 1.f / 32.f;  // factor of the second part of x
+constexpr int kManyRows = 40;  // average rows of an expert above which large tiles are faster
 
 // ROWS: rows of x in shared memory; N: weight rows; PARTS: parts of x in FP8, 0 for bf16.
 template <int ROWS, int N, int PARTS>
@@ -43,11 +44,11 @@ struct Shape {
   static constexpr bool kIsFp8 = PARTS > 0;
   static constexpr int kParts = kIsFp8 ? PARTS : 1;
   static constexpr int kRows = ROWS / kParts, kN = N, kHalf = N / 2;
-  static constexpr int kOwn = 2 / kParts;  // rows of x of a thread: g and g + 8, or their two parts
+  static constexpr int kOwn = 2 / kParts;  // rows of x of a thread: two (g and g + 8), or one in two parts
   static constexpr int kElementBytes = kIsFp8 ? 1 : 2, kSlice = kSliceBytes / kElementBytes;  // elements of k in a stage
   static constexpr int kOwnLoads = ROWS / 16;  // rows that a thread loads
   static constexpr int kGroups = (ROWS + kGroupRows - 1) / kGroupRows;
-  // Teams take turns at the slices of k, so that one multiplies while the other adds up. The first stores the results.
+  // Teams take turns at the slices of k: one multiplies while the other adds. The first team stores the results.
   static constexpr int kTeams = PARTS == 2 ? 2 : 1;
   static constexpr int kMath = kTeams * kGroups * 128;  // threads
   static constexpr int kThreads = kMath + kLoaders;
@@ -61,7 +62,7 @@ struct Shape {
   static constexpr int kStages = (kFit < kStagesMost ? kFit : kStagesMost) / kTeams * kTeams;
   static constexpr int kShared = kStages * kStageBytes + kInboxBytes + 1024;
   static_assert(kHalf % 8 == 0 && ROWS % 16 == 0 && kXBytes % 1024 == 0, "swizzling needs whole groups of eight rows");
-  // The results of rows outside of the tile are not stored.
+  // If ROWS is no multiple of 64, wgmma also reads weights behind the rows of x. The results of these are not stored.
   static_assert(kWBytes >= kGroupRows * kSliceBytes, "wgmma reads 64 rows of x");
   static_assert(kTeams == 1 || kGroups == 1, "a team of two has one warpgroup");
   static_assert(!kIsFp8 || kHalf == kFactorColumns, "a tile of gate and up has the columns of a factor");
@@ -161,7 +162,7 @@ __device__ __forceinline__ void multiply(float (&d)[N / 2], uint64_t a, uint64_t
 #undef D32
 #undef D8
 
-// The rows of x of a thread. Two steps load the assignments and then the factors, so that no step waits for a load.
+// The rows of x of a thread. One step loads the assignments and a later step the factors, so no step waits for a load.
 template <class S>
 struct OwnRows {
   int assignment[S::kOwn];  // negative: the item has no such row
@@ -257,7 +258,7 @@ __device__ __forceinline__ void store_fp8(const baton_expert_gemm_args& p, const
     const int64_t position = item.position + own_row<S>(half);
     float* to = p.factors + position * p.factor_stride + item.tile;
     if (valid && c == 0) *to = factor.scale;
-    // The last slice of down may have only one half with columns: the factor of the other half is zero.
+    // The last slice of down may have columns in its first half only. The factor of the second half is then zero.
     if (valid && c == 1 && (item.tile + 1) * S::kHalf >= p.n / 2 && item.tile + 1 < p.factor_stride) to[1] = 0.f;
     uint32_t words[S::kParts][4];
 #pragma unroll
@@ -318,7 +319,7 @@ __device__ __forceinline__ void load_items(const baton_expert_gemm_args& p, cons
   const bool loads_weights = thread == 0 || thread == WARP;
   int index = blockIdx.x;
   Item item = item_of(index);
-  // The first weights are loaded before the rows of x are known, and for down before the preceding kernel has completed.
+  // Loads the first weights before the rows of x are known. For down, the preceding kernel may still run.
   int early = item.rows == 0 ? 0 : steps < S::kStages ? steps : S::kStages;
   if (loads_weights) {
     Ring<S> ahead = ring;
@@ -389,7 +390,7 @@ __device__ __forceinline__ void add_slice(const Ring<S>& ring, int group, bool i
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Multiplies a slice in FP8 and adds it to `sums`. `factors`: those of the slice's halves, for each stage and row.
+// Multiplies a slice in FP8 and adds it to `sums`. `factors` has the factors of the slice's halves by stage and row.
 template <class S, bool GATE_UP>
 __device__ __forceinline__ void add_slice_fp8(const Ring<S>& ring, int group, const float2 (*factors)[S::kRows],
                                               float (&sums)[S::kN / 2 / S::kParts]) {
@@ -437,7 +438,7 @@ __device__ __forceinline__ float weight_scale(const baton_expert_gemm_args& p, c
   return item.rows > 0 && row < limit ? p.weight_scales[first + row] : 0.f;
 }
 
-// Multiplies the sums with the scales of the weight's rows, which the threads of the group have.
+// Multiplies the sums by the scales of the weight's rows. Each thread of the group has one scale.
 template <class S>
 __device__ __forceinline__ void scale_sums(float scale, int group, float* scales, float (&sums)[S::kN / 2 / S::kParts]) {
   static_assert(S::kN == 128, "a thread has one scale");
@@ -456,7 +457,7 @@ __device__ __forceinline__ void scale_sums(float scale, int group, float* scales
   }
 }
 
-// The second team gives its sums of an item to the first, which adds them.
+// The second team passes its sums of an item to the first team, which adds them to its own.
 template <class S>
 __device__ __forceinline__ void exchange_sums(int team, bool is_first_item, bool is_last_item, uint32_t inbox,
                                               float (&sums)[S::kN / 2 / S::kParts]) {
@@ -493,7 +494,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   __shared__ float scales[S::kGroups][S::kIsFp8 ? S::kN : 1];
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
   const int team = warp / 4 / S::kGroups, group = warp / 4 % S::kGroups;
-  // Slices, as many for each team. Beyond the depth they are zeros.
+  // The number of slices, equal for each team. Slices beyond the depth are zeros.
   const int steps = (p.depth + S::kSlice * S::kTeams - 1) / (S::kSlice * S::kTeams) * S::kTeams;
   Ring<S> ring = {(smem_addr(raw) + 1023) / 1024 * 1024, smem_addr(barriers), smem_addr(barriers) + S::kStages * 8, 0, 0};
   if (threadIdx.x == S::kMath) {
@@ -504,7 +505,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     }
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
   }
-  // The preceding kernel wrote the lists of gate and up.
+  // For gate and up, the preceding kernel wrote the lists.
   if (GATE_UP) pdl_wait_and_release();
   if (warp == 0) fill_items<S::kRows>(p.offsets, p.experts, table);
   __syncthreads();
@@ -575,7 +576,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
                             const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                             CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-Encode encode = nullptr;  // of the driver; set by load_grouped_gemm
+Encode encode = nullptr;  // function of the driver; set by load_expert_gemm
 
 template <int RANK>
 int32_t make_map(CUtensorMap& map, CUtensorMapDataType type, const void* base, const cuuint64_t (&sizes)[RANK], const cuuint64_t (&strides)[RANK - 1],

@@ -31,17 +31,17 @@ typedef struct {
   int32_t experts; /* 1 to BATON_EXPERTS_MAX */
   int32_t count;   /* 1 to BATON_EXPERTS_CHOSEN_MAX, at most `experts` */
   int32_t is_normalized; /* whether a row's weights are divided by their sum */
-  int32_t score;         /* scores: 0: softmax over the logits; 1: sigmoid of each logit; both add the bias to the
-                            scores for the choice, and not to the weights; 2: softmax over logits plus bias */
+  int32_t score;         /* 0: softmax over the logits; 1: sigmoid of each logit; in both cases the bias is added to the
+                            scores for the choice only, not to the weights; 2: softmax over logits plus bias */
   int32_t groups;        /* number of groups of neighbouring experts; 1 to 32, a divisor of `experts` */
-  int32_t groups_chosen; /* groups of which a row may choose experts: those with the greatest sums of their two best
-                            scores, with bias */
+  int32_t groups_chosen; /* number of groups from which the experts of a row come: those with the greatest sums of
+                            their two best scores, with bias */
   float scale;           /* factor of the weights */
   int32_t reserved;
 } baton_route_args;
 
-/* Chooses the experts of each row by scores in f32, the lowest expert or group among equal scores, and lists the
- * assignments by expert. Results of a row do not depend on the other rows. */
+/* Chooses the experts of each row by scores in f32, and lists the assignments by expert. Among equal scores the lowest
+ * expert or group is chosen. Results of a row do not depend on the other rows. */
 BATON_API int32_t baton_route(const baton_route_args *args, void *stream);
 
 /* 136 bytes. */
@@ -74,16 +74,16 @@ typedef struct {
   int32_t factor_stride; /* even */
 } baton_expert_gemm_args;
 
-/* Multiplies each row with the weights of its experts. A row's results do not depend on the other rows.
+/* Multiplies each row by the weights of its experts. A row's results do not depend on the other rows.
  * BATON_UNSUPPORTED except on compute capability 9.0. */
 BATON_API int32_t baton_expert_gemm(const baton_expert_gemm_args *args, void *stream);
 
 /* 128 bytes. */
 typedef struct {
-  const void *weight;    /* MXFP4 [n][depth] of expert 0 in chunks of 64 rows and 64 columns: those of the first 64 rows
-                            come first. Rows and columns are padded with zeros to whole chunks. Rows of gate and up take
-                            turns: eight of gate, then the eight of up for the same outputs. A chunk has 2,048 bytes of
-                            numbers and 128 bytes of scales, in the order of mxfp4_gemm.cu and kernels/src/mxfp4.rs */
+  const void *weight;    /* MXFP4 [n][depth] of expert 0 in chunks of 64 rows and 64 columns. The chunks of the first 64
+                            rows come first. Rows and columns are padded with zeros to whole chunks. Rows of gate
+                            and up alternate: eight of gate, then eight of up for the same outputs. A chunk has 2,048
+                            bytes of numbers and 128 bytes of scales, in the order that kernels/src/mxfp4.rs defines */
   int64_t weight_stride; /* bytes from one expert's weight to the next, a multiple of 16 */
   const float *bias;     /* null, or [n] of expert 0: outputs, or gate and then up */
   int64_t bias_stride;   /* from one expert to the next */
@@ -102,13 +102,13 @@ typedef struct {
   int32_t n;     /* rows of a weight: outputs, a multiple of 8, or gate and up rows, each a multiple of 8 */
   int32_t depth; /* columns of a weight, a multiple of 32 */
   int32_t is_gate_up;
-  int32_t grid; /* as in baton_expert_gemm_args, as pdl */
+  int32_t grid; /* `grid` and `pdl` as in baton_expert_gemm_args */
   int32_t pdl;
   float alpha;
   float limit;
 } baton_mxfp4_gemm_args;
 
-/* Multiplies each row with the weights of its experts, which are widened to bf16 exactly. A row's results do not depend
+/* Multiplies each row by the weights of its experts, which are widened to bf16 exactly. A row's results do not depend
  * on the other rows. BATON_UNSUPPORTED except on compute capability 9.0. */
 BATON_API int32_t baton_mxfp4_gemm(const baton_mxfp4_gemm_args *args, void *stream);
 
@@ -129,9 +129,10 @@ typedef struct {
   int32_t width; /* a multiple of 8 */
 } baton_combine_args;
 
-/* Adds the outputs times their weights in the order of the slots, the shared expert last, in f32. With `residual`, the
- * sum is the delta of baton_add_rms_norm, but is not rounded before the addition. Without, `out` gets the sum. With PDL,
- * `weights`, `residual` and `norm` are read before the preceding kernel has completed: an older kernel wrote them. */
+/* Adds the outputs times their weights in f32, in the order of the slots, the shared expert last. With `residual`, the
+ * sum is the delta of baton_add_rms_norm, but is not rounded before the addition. Without `residual`, `out` gets the
+ * sum. With PDL, the kernel reads `weights`, `residual` and `norm` before the preceding kernel has completed. So an
+ * older kernel must have written them. */
 BATON_API int32_t baton_combine_experts(const baton_combine_args *args, void *stream);
 
 #endif

@@ -17,10 +17,10 @@ struct Item {
   int expert;
   int position;  // of the first row
   int rows;      // at most the rows of a tile; 0: there is no such item
-  int tile;      // of the weight
+  int tile;      // index of the tile of the weight
 };
 
-// One warp fills the table for tiles of TILE rows. A lane has neighbouring experts.
+// Fills the table for tiles of TILE rows. One warp calls this function; a lane handles consecutive experts.
 template <int TILE>
 __device__ __forceinline__ void fill_items(const int32_t* offsets, int experts, ItemTable& table) {
   constexpr int kOwned = BATON_EXPERTS_MAX / WARP;
@@ -51,7 +51,7 @@ __device__ __forceinline__ void fill_items(const int32_t* offsets, int experts, 
   if (lane == WARP - 1) table.tile[experts] = before, table.position[experts] = offsets[experts];
 }
 
-// Returns item `index` of `table`, if each tile of rows has `tiles` items. Items of a tile of rows are neighbours.
+// Returns item `index`, where each tile of rows has `tiles` consecutive items, one for each tile of the weight.
 template <int TILE>
 __device__ __forceinline__ Item item_at(const ItemTable& table, int experts, int tiles, int index) {
   const int block = index / tiles;

@@ -1,28 +1,31 @@
 // y = x W^T for the rows of each expert, with weights in MXFP4 (sm_90a). wgmma takes its first operand from registers.
-// So weight rows are the rows of the result, and rows of x are its columns: a warpgroup widens 64 weight rows to bf16
-// in registers, while the tensor cores multiply the slice before. No weight is written to shared memory a second time.
+// So weight rows are the rows of the result, and rows of x are its columns. A warpgroup widens 64 weight rows to bf16
+// in registers, while the tensor cores multiply the previous slice. The widened weights never go to shared memory.
 //
 // The widened weight is exact: the bits of two e2m1 numbers are moved to their places in two bf16 numbers, which are
-// then 2^126 times too small. A multiplication with 2^(scale - 1) gives the numbers times their scale (e8m0).
+// then too small by a factor of 2^126. A multiplication by 2^(scale - 1), where `scale` are the bits of the scale
+// (e8m0, value 2^(scale - 127)), corrects this and applies the scale.
 //
-// A weight is stored in chunks of 64 rows and 64 columns, in the order in which the threads read it, so one bulk copy
-// loads a chunk. Rows of x are loaded by index, as in expert_gemm.cu. The order of a sum over k does not depend on the
-// tile, so the bits of a row do not depend on the other rows. CTAs count their tiles from the lists, so that a captured
-// graph fits any routing. With `pdl` down fills its ring with weights before the preceding kernel has completed.
+// A weight is stored in chunks of 64 rows and 64 columns. A chunk is in the order in which the threads read it, so one
+// bulk copy loads the chunk. Rows of x are loaded by index, as in expert_gemm.cu. The order of a sum over k does not
+// depend on the tile, so the bits of a row do not depend on the other rows. CTAs count their tiles from the lists, so
+// that a captured graph fits any routing. With `pdl`, the GEMM of down fills its ring with weights before the
+// preceding kernel has completed.
 //
-// With few rows x of a tile stays in shared memory for the whole depth. Warpgroups then share nothing but x: each has
-// its own tiles of 64 weight rows, its ring and the warp that loads it. Otherwise slices of x go through the ring.
+// With few rows, the x of a tile stays in shared memory for the whole depth (mxfp4_held.cuh). Warpgroups then share
+// only x: each warpgroup has its own tiles of 64 weight rows, its own ring and its own loading warp. With more rows,
+// slices of x go through the ring together with the weights (mxfp4_streamed.cuh).
 #include "mxfp4_held.cuh"
 #include "mxfp4_streamed.cuh"
 
 namespace baton {
 namespace {
 
-// Maximum average rows of an expert for which a shape is the fastest. kStreamed64Rows applies only if x does not fit into
-// shared memory.
+// For each shape, the maximum average rows of an expert for which this shape is used: it was the fastest.
+// kStreamed64Rows applies only where the x of a tile does not fit into shared memory.
 constexpr int kHeld8Rows = 5, kHeld16Rows = 9, kHeld24Rows = 18, kHeld32Rows = 128, kStreamed64Rows = 64;
 
-// Returns whether x of a tile fits into shared memory.
+// Returns whether the x of a tile fits into shared memory.
 template <class S>
 bool fits(const baton_mxfp4_gemm_args& p) {
   return S::shared_bytes(divide_up(p.depth, kSlice)) <= S::kSharedMost;
@@ -48,7 +51,7 @@ int32_t run_streamed(const baton_mxfp4_gemm_args& p, int sms, cudaStream_t strea
                    chunks);
 }
 
-// Launches the fastest shape for the rows of an expert, on average.
+// Launches the fastest shape for the average rows of an expert.
 int32_t run_fastest(const baton_mxfp4_gemm_args& p, int sms, cudaStream_t stream) {
   const int64_t assignments = static_cast<int64_t>(p.rows) * p.count;
   auto is_up_to = [&](int rows) { return assignments <= static_cast<int64_t>(rows) * p.experts; };

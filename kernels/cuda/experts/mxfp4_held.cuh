@@ -1,4 +1,4 @@
-// GEMMs of experts in MXFP4 with few rows: x of a tile stays in shared memory for the whole depth.
+// GEMMs of experts in MXFP4 with few rows: the x of a tile stays in shared memory for the whole depth.
 #pragma once
 
 #include "mxfp4_tile.cuh"
@@ -11,7 +11,7 @@ namespace {
 template <int ROWS, int GROUPS, int STAGES>
 struct Held {
   static constexpr int kRows = ROWS, kGroups = GROUPS, kStages = STAGES;
-  static constexpr int kOwners = GROUPS * 128, kThreads = kOwners + GROUPS * WARP;  // with a loading warp for each
+  static constexpr int kOwners = GROUPS * 128, kThreads = kOwners + GROUPS * WARP;  // each group has a loading warp
   static constexpr int kRingBytes = STAGES * 2 * kChunkBytes;
   static constexpr int kStatic = static_cast<int>(sizeof(ItemTable)) + ROWS * 8 + GROUPS * STAGES * 16 + 64;
   static constexpr int kSharedMost = kSmemOfSm - 1024 - kStatic;
@@ -26,10 +26,10 @@ using Held32 = Held<32, 4, 2>;
 
 // A run of neighbouring tiles of the weight for the same rows of x.
 struct TileRun {
-  Item item;  // the first tile
-  int tiles;  // of the CTA
+  Item item;  // of the first tile
+  int tiles;  // number of tiles
 
-  // Returns the first tile of a warpgroup; its tiles end at the first tile of the next warpgroup.
+  // Returns the first tile of a warpgroup. The warpgroup's tiles end before the first tile of the next warpgroup.
   template <class S>
   __device__ __forceinline__ int first_of(int group) const {
     return item.tile + tiles * group / S::kGroups;
@@ -60,7 +60,8 @@ struct CtaTiles {
   }
 };
 
-// Addresses of a warpgroup's ring, and its place in the ring. A stage has two chunks, or the last of an odd number.
+// Addresses of a warpgroup's ring, and the warpgroup's place in the ring. A stage has two chunks. With an odd number
+// of chunks, the last stage of a tile has one.
 template <class S>
 struct HeldRing {
   uint32_t chunks, full, empty;
@@ -75,7 +76,7 @@ struct HeldRing {
   }
 };
 
-// Loads the weights of a warpgroup, by one thread of a warp of its own.
+// Loads the weights of a warpgroup. One thread of the warpgroup's loading warp runs it.
 template <class S>
 struct Loader {
   const baton_mxfp4_gemm_args& p;
@@ -84,14 +85,14 @@ struct Loader {
   TileRun run;
   int group;
   HeldRing<S> ring;
-  int early;  // pairs of the first tile that are loaded
+  int early;  // pairs of chunks of the first tile that load_early has loaded
 
   __device__ __forceinline__ Loader(const baton_mxfp4_gemm_args& p, const Chunks& chunks, const ItemTable& table,
                                     int group, const HeldRing<S>& ring)
       : p(p), chunks(chunks), tiles_of_cta(table, p.experts, chunks.tiles), run(tiles_of_cta.next()), group(group),
         ring(ring), early(0) {}
   __device__ __forceinline__ int pairs() const { return (chunks.steps + 1) / 2; }
-  // Loads pairs of a tile, from `first` up to `end`.
+  // Loads the pairs of chunks of a tile from `first` up to `end`.
   __device__ __forceinline__ void load_pairs(int tile, int first, int end) {
     const char* from = static_cast<const char*>(p.weight) + run.item.expert * p.weight_stride +
                        (static_cast<int64_t>(tile) * chunks.steps + first * 2) * kChunkBytes;
@@ -103,7 +104,7 @@ struct Loader {
       ring.advance();
     }
   }
-  // Fills the ring.
+  // Fills the ring with the first pairs of the first tile.
   __device__ __forceinline__ void load_early() {
     const int tile = run.first_of<S>(group);
     early = tile < run.first_of<S>(group + 1) ? min(pairs(), S::kStages) : 0;
@@ -119,7 +120,7 @@ struct Loader {
   }
 };
 
-// Loads a tile of x as slices of 64 columns, and the places of its rows.
+// Loads the x of a tile as slices of 64 columns, then the assignments and scales of its rows.
 template <class S, bool GATE_UP>
 __device__ __forceinline__ void hold_x(const baton_mxfp4_gemm_args& p, int steps, const Item& item, uint32_t x,
                                        Column* columns) {
@@ -142,7 +143,7 @@ __device__ __forceinline__ void hold_x(const baton_mxfp4_gemm_args& p, int steps
       }
     }
   }
-  // Later than x, so that no load of x waits for these.
+  // These loads follow those of x, so that no load of x waits for them.
   if (threadIdx.x < item.rows) {
     const int assignment = p.order[item.position + threadIdx.x];
     const bool is_scaled = GATE_UP && p.scales;
@@ -151,8 +152,8 @@ __device__ __forceinline__ void hold_x(const baton_mxfp4_gemm_args& p, int steps
   asm volatile("cp.async.wait_all;\nfence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Multiplies a tile of 64 weight rows with the held x. The widening of a slice overlaps the multiplication of the slice
-// before.
+// Multiplies a tile of 64 weight rows by the held x. The widening of a slice overlaps the multiplication of the
+// previous slice.
 template <class S>
 __device__ __forceinline__ void multiply_held(HeldRing<S>& ring, uint32_t x, int steps, float (&acc)[S::kRows / 2]) {
   uint32_t even[16], odd[16];
@@ -211,7 +212,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     }
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
   }
-  // The preceding kernel wrote the lists of gate and up.
+  // For gate and up, the preceding kernel wrote the lists.
   if (GATE_UP) pdl_wait_and_release();
   if (warp == 0) fill_items<S::kRows>(p.offsets, p.experts, table);
   __syncthreads();

@@ -1,4 +1,4 @@
-// GEMMs of experts in MXFP4 with many rows: slices of x go through the ring of the weights.
+// GEMMs of experts in MXFP4 with many rows: slices of x go through the ring together with the weights.
 #pragma once
 
 #include "mxfp4_tile.cuh"
@@ -9,27 +9,27 @@ namespace {
 constexpr int kStagesMost = 20;
 
 // Shape of tiles whose slices of x go through the ring. GROUPS: warpgroups of 64 weight rows; ROWS: rows of x; LOADERS:
-// threads that load.
+// loading threads.
 template <int GROUPS, int ROWS, int LOADERS>
 struct Streamed {
   static constexpr int kGroups = GROUPS, kRows = ROWS, kLoaders = LOADERS;
   static constexpr int kThreads = GROUPS * 128 + LOADERS;
-  static constexpr int kLoadRows = LOADERS / 8;           // rows that the loaders load at once
-  static constexpr int kOwnLoads = ROWS / kLoadRows;      // rows that a thread loads
-  static constexpr int kOwnColumns = (ROWS + 127) / 128;  // rows of x that a thread looks up for its warpgroup
+  static constexpr int kLoadRows = LOADERS / 8;           // rows of x that the loaders load at once
+  static constexpr int kOwnLoads = ROWS / kLoadRows;      // rows of x that a loader loads
+  static constexpr int kOwnColumns = (ROWS + 127) / 128;  // rows of x that a computing thread looks up
   static constexpr int kXBytes = ROWS * kSliceBytes, kStageBytes = kXBytes + GROUPS * kChunkBytes;
   static constexpr int kStatic = static_cast<int>(sizeof(ItemTable)) + 2 * kStagesMost * 8 + GROUPS * ROWS * 8 + 64;
   static constexpr int kFit = (kSmemOfSm - 2048 - kStatic) / kStageBytes;
   static constexpr int kStages = kFit < kStagesMost ? kFit : kStagesMost;
   static constexpr int kShared = kStages * kStageBytes + 1024;
-  static constexpr bool kMovesRegisters = LOADERS == 128;  // from the loaders to the sums
+  static constexpr bool kMovesRegisters = LOADERS == 128;  // whether loaders give registers to the computing threads
   static_assert(ROWS % 32 == 0, "the loads and the stores take whole groups of rows");
 };
 using Streamed64 = Streamed<3, 64, 64>;
 using Streamed256 = Streamed<2, 256, 128>;
 
-// The rows of x of a thread's warpgroup that the thread looks up. Two steps load the assignments and then the factors,
-// so that no step waits for a load.
+// The rows of x that a computing thread looks up. One step loads the assignments and a later step the scales, so no
+// step waits for a load.
 template <class S>
 struct OwnColumns {
   int assignment[S::kOwnColumns];  // negative: the item has no such row
@@ -145,7 +145,7 @@ __device__ __forceinline__ void load_items(const baton_mxfp4_gemm_args& p, const
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-// Multiplies a tile of 64 weight rows. The widening of a slice overlaps the multiplication of the slice before.
+// Multiplies a tile of 64 weight rows. The widening of a slice overlaps the multiplication of the previous slice.
 template <class S>
 __device__ __forceinline__ void multiply_tile(Ring<S>& ring, int group, int steps, float (&acc)[S::kRows / 2]) {
   uint32_t even[16], odd[16], before = 0;
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     }
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
   }
-  // The preceding kernel wrote the lists of gate and up.
+  // For gate and up, the preceding kernel wrote the lists.
   if (GATE_UP) pdl_wait_and_release();
   if (warp == 0) fill_items<S::kRows>(p.offsets, p.experts, table);
   __syncthreads();

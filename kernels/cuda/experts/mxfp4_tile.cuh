@@ -1,5 +1,5 @@
-// A tile of the GEMMs of experts in MXFP4 (mxfp4_gemm.cu): widening of 64 weight rows in registers, their product with
-// rows of x, and the store of the results.
+// A tile of the GEMMs of experts in MXFP4 (mxfp4_gemm.cu): widens 64 weight rows in registers, multiplies them by rows
+// of x, and stores the results.
 #pragma once
 
 #include "../gemm/hopper.h"
@@ -11,7 +11,7 @@ namespace baton {
 namespace {
 
 constexpr int kSlice = 64;        // columns of a chunk
-constexpr int kSliceBytes = 128;  // of a row of x in a stage
+constexpr int kSliceBytes = 128;  // bytes of a row of x in a slice
 constexpr int kGroupRows = 64;    // weight rows of a chunk and of a warpgroup
 constexpr int kNumberBytes = kGroupRows * kSlice / 2;
 constexpr int kChunkBytes = kNumberBytes + kGroupRows * (kSlice / 32);  // numbers, then scales
@@ -19,8 +19,8 @@ constexpr int kSmemOfSm = 228 * 1024;
 
 // Sizes of a weight in chunks.
 struct Chunks {
-  int tiles;  // of 64 rows
-  int steps;  // of 64 columns
+  int tiles;  // rows of chunks, each of 64 weight rows
+  int steps;  // chunks of a tile, each of 64 columns
 };
 
 #define D4(a) "+f"(d[a]), "+f"(d[a + 1]), "+f"(d[a + 2]), "+f"(d[a + 3])
@@ -92,9 +92,9 @@ __device__ __forceinline__ uint32_t multiply_pair(uint32_t pair, uint32_t factor
 // Returns two equal bf16 numbers: 2^(exponent - 127) for an exponent from 1 to 254.
 __device__ __forceinline__ uint32_t power_pair(uint32_t exponent) { return exponent << 7 | exponent << 23; }
 
-// Widens four words of eight numbers, one for each 16 columns. kernels/src/mxfp4.rs writes the fields of a word: the
-// first is in place, a rotation moves the second and the third, and a multiplication moves the bits of the fourth by 2,
-// 7 and 12, with no carry.
+// Widens four words, one for each 16 columns, of eight numbers each. kernels/src/mxfp4.rs defines the four fields of a
+// word. The first field is in place. Rotations move the second and the third. A multiplication moves the bits of the
+// fourth by 2, 7 and 12 without a carry.
 __device__ __forceinline__ void widen_words(const uint32_t (&words)[4], const uint32_t (&factors)[4],
                                             uint32_t (&a)[16]) {
   constexpr uint32_t kField = 0x81c081c0, kFourth = 0x001b001b, kMoves = 1 << 2 | 1 << 7 | 1 << 12;
@@ -108,16 +108,17 @@ __device__ __forceinline__ void widen_words(const uint32_t (&words)[4], const ui
   }
 }
 
-// Widens a thread's part of a chunk. Bytes of `scales`: the row's two groups of 32 columns, then those of the row eight
-// below.
+// Widens a thread's part of a chunk: columns of a row and of the row eight below. Bytes of `scales`: the scales of the
+// first row's two groups of 32 columns, then those of the second row.
 __device__ __forceinline__ void widen(const uint32_t (&words)[4], uint32_t scales, uint32_t (&a)[16]) {
-  constexpr uint32_t kGreatest = 128;  // scale that one multiplication reaches
+  constexpr uint32_t kGreatest = 128;  // greatest scale that one multiplication can apply
   uint32_t factors[4];
   const uint32_t exponents = scales + 126 * 0x01010101u;
 #pragma unroll
   for (int i = 0; i < 4; ++i) factors[i] = __byte_perm(exponents, 0, 0x4440 + i) * 0x00800080;
   widen_words(words, factors, a);
-  // Scales of 128 and more overflow the byte-wise addition above, so their factors are computed one by one.
+  // The byte-wise addition above is valid for scales below 128. With a scale of 128 or more, two multiplications apply
+  // the scales, with factors that are computed one by one.
   if (__any_sync(FULL, (scales & 0x80808080) != 0)) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) factors[i] = power_pair(min(scales >> (8 * i) & 0xff, kGreatest) + 126);
@@ -129,7 +130,7 @@ __device__ __forceinline__ void widen(const uint32_t (&words)[4], uint32_t scale
   }
 }
 
-// A thread's part of a chunk in shared memory: numbers and scales.
+// A thread's part of a chunk, loaded from shared memory: numbers and scales.
 struct OwnWords {
   uint32_t words[4], scales;
 
@@ -149,7 +150,7 @@ struct Column {
   float scale;
 };
 
-// Returns the pairs of a transposed matrix of 8 by 8 numbers in bf16: the pairs of a column are those of a row.
+// Transposes a matrix of 8 by 8 bf16 numbers, of which each lane has a pair. Returns the lane's pair of the result.
 __device__ __forceinline__ uint32_t transpose_matrix(uint32_t pair) {
   uint32_t transposed;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
@@ -163,7 +164,7 @@ __device__ __forceinline__ float activate(const baton_mxfp4_gemm_args& p, float 
   return __fdividef(gate, 1.f + __expf(-p.alpha * gate)) * (up + 1.f);
 }
 
-// Outputs of a warp: eight gate rows and their up rows give eight, 16 rows of down give 16.
+// Outputs of a warp's 16 weight rows: eight gate rows and their eight up rows give 8 outputs, rows of down give 16.
 template <bool GATE_UP>
 constexpr int kOutputs = GATE_UP ? 8 : 16;
 // Returns the first output of the warp.

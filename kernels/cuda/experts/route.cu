@@ -1,11 +1,12 @@
 // Routing of a mixture of experts: the experts of each row, the list of rows of each expert, and the weighted sum of
 // the experts' outputs.
 //
-// Few rows: a cluster of 8 CTAs computes the logits of 16 rows, each CTA those of some experts. Further warps compute
-// the scales of the rows and split the rows into FP8 numbers meanwhile. Up to 16 rows, or 4 with more than 256 experts,
-// the first CTA chooses the experts of all rows, and sorts up to 256 assignments. Else each CTA chooses the experts of
-// two rows. Longer lists are built by the CTA that arrives last, and do not depend on the order of arrival.
-// Many rows: cuBLAS computes the logits, one warp per row chooses, and one CTA per expert lists the rows.
+// Few rows: a cluster of 8 CTAs computes the logits of 16 rows. Each CTA computes the logits of some experts.
+// Meanwhile further warps compute the scales of the rows and split the rows into FP8 numbers. With up to 16 rows in
+// all (4 with more than 256 experts), the first CTA chooses the experts of all rows. Otherwise each CTA chooses the
+// experts of two rows. The first CTA sorts up to 256 assignments. The CTA that arrives last builds longer lists, which
+// do not depend on the order of arrival. Many rows: cuBLAS computes the logits, one warp per row chooses, and one CTA
+// per expert lists the rows.
 #include "experts.h"
 
 #include "device.cuh"
@@ -16,10 +17,10 @@ namespace {
 
 constexpr int kCluster = 8, kTileRows = 16;
 constexpr int kRowsOfCta = kTileRows / kCluster;
-// Warps of the CTAs that choose few rows: those that compute logits, and those that split rows of x.
+// Warps of a CTA that routes few rows: warps that compute logits, and warps that split rows of x.
 constexpr int kMathWarps = 8, kSplitWarps = 4, kRouteWarps = kMathWarps + kSplitWarps;
 constexpr int kListWarps = 32;
-constexpr int kRankedMax = 256;  // assignments of which a CTA compares all pairs
+constexpr int kRankedMax = 256;  // maximum assignments that a CTA sorts by comparing all pairs
 constexpr int kOwned = BATON_EXPERTS_MAX / WARP;  // experts of a lane, at most
 constexpr float kSumMin = 1e-20f, kSoftmaxSumMin = 1e-12f;  // prevent a division by zero, as on CPUs
 constexpr int kSigmoid = 1, kBiasedSoftmax = 2;  // values of baton_route_args.score
@@ -33,7 +34,7 @@ __device__ __forceinline__ unsigned key_of(float value) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// Returns whether scores are those of a softmax without biases and groups. Then little code has to be loaded.
+// Returns whether scores are a softmax without biases and groups. A kernel of its own then has less code to load.
 __host__ __device__ __forceinline__ bool is_plain(const baton_route_args& p) {
   return p.score == 0 && !p.bias && p.groups == 1;
 }
@@ -70,8 +71,8 @@ __device__ __forceinline__ void find_scores(const baton_route_args& p, const flo
   for (int i = 0; i < OWNED; ++i) scores[i] *= inverse;
 }
 
-// Sets the keys of experts outside of the chosen groups to 0. Chosen are the groups with the greatest sums of their two
-// best scores with bias. `values`: scratch memory for the row's experts.
+// Sets the keys of experts outside the chosen groups to 0. The chosen groups have the greatest sums of their two best
+// scores with bias. `values`: scratch memory for the row's experts.
 template <int OWNED>
 __device__ __forceinline__ void keep_groups(const baton_route_args& p, const float (&biased)[OWNED], float* values,
                                             unsigned (&keys)[OWNED]) {
@@ -100,14 +101,14 @@ __device__ __forceinline__ void keep_groups(const baton_route_args& p, const flo
   }
 }
 
-// An expert in the order of choice: by falling key, then by rising number. Key 0: in no chosen group, or no expert.
+// A candidate of the choice. Order: descending key, then ascending expert. Key 0: in no chosen group, or no expert.
 struct Candidate {
   unsigned key;
   int expert;
   float score;
 };
 
-// Swaps neighbours of which the second is greater. Equal ones stay in the order of their numbers.
+// Swaps `a` and `b` if `b` has the greater key. Equal keys keep their order, which is that of the experts.
 __device__ __forceinline__ void sort_pair(Candidate& a, Candidate& b) {
   const bool swaps = b.key > a.key;
   const Candidate first = swaps ? b : a;
@@ -142,7 +143,7 @@ __device__ int choose(const baton_route_args& p, float* logits, int row) {
 #pragma unroll
       for (int i = 0; i < end; ++i) sort_pair(own[i], own[i + 1]);
     }
-    // Not unrolled: loading instructions takes a large part of the time.
+    // Not unrolled, because loading instructions takes a large part of this kernel's time.
 #pragma unroll 1
     for (int slot = 0; slot < p.count; ++slot) {
       const unsigned best = __reduce_max_sync(FULL, own[0].key);
@@ -199,7 +200,7 @@ __device__ int choose(const baton_route_args& p, float* logits, int row) {
 
 template <int WARPS>
 struct Lists {
-  uint16_t before[WARPS][BATON_EXPERTS_MAX];  // assignments of an expert in earlier warps' parts, and then in this part
+  uint16_t before[WARPS][BATON_EXPERTS_MAX];  // by warp: assignments of an expert before its part; later, so far
   int32_t first[BATON_EXPERTS_MAX + 1];
 };
 
@@ -276,8 +277,8 @@ __device__ void build_lists(const baton_route_args& p, const int32_t* expert_of,
   });
 }
 
-// Lists few assignments. `keys`: expert * kRankedMax + assignment. An assignment's position is the number of smaller
-// keys. One CTA calls this function.
+// Lists up to kRankedMax assignments. `keys`: expert * kRankedMax + assignment. The position of an assignment is the
+// number of smaller keys. One CTA calls this function.
 __device__ void rank_keys(const baton_route_args& p, int32_t (&keys)[kRankedMax]) {
   const int assignments = p.rows * p.count, padded = (assignments + 3) / 4 * 4;
   for (int i = threadIdx.x; i < assignments + p.experts + 1; i += blockDim.x) {
@@ -437,12 +438,12 @@ __global__ void __launch_bounds__(kRouteWarps * WARP) route_kernel(const __grid_
   const int row = blockIdx.y * kTileRows, rows = min(kTileRows, p.rows - row);
   const int per_cta = (p.experts + kCluster - 1) / kCluster, first = blockIdx.x * per_cta;
   const int own = max(0, min(per_cta, p.experts - first));
-  // One CTA chooses for all rows if these are few. Else each CTA chooses for its own rows.
+  // With few rows, one CTA chooses the experts of all rows. Otherwise each CTA chooses for its own rows.
   const bool gathers = p.rows <= Own<NT>::kRows;
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");  // this CTA runs
 
   if (warp < kMathWarps) {
-    // The router is a weight, whose first slices are loaded before the wait.
+    // The router's weight is constant, so its first slices are loaded before the wait.
     constexpr int AHEAD = NT <= 2 ? 8 : 2, kStep = kMathWarps * 32;
     const bf16* router = static_cast<const bf16*>(p.router) + static_cast<int64_t>(first) * p.hidden;
     const uint4 zero = make_uint4(0, 0, 0, 0);
@@ -591,11 +592,11 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   const bf16* outputs = static_cast<const bf16*>(p.outputs) + row * p.count * p.width;
   float* residual = p.residual + row * p.width;
   bf16* out = static_cast<bf16*>(p.out) + row * p.width;
-  // The kernel after a norm is a GEMM or baton_quantize, which reads at most weights before its wait. So it may start
-  // before this kernel's predecessor ends.
+  // With a norm, the successor is a GEMM or baton_quantize. Both read at most weights before their wait, so they may
+  // start before this kernel's predecessor ends.
   if (NORM) pdl_release();
-  // The weights of the chosen experts and the residual stream were written before the preceding kernel, which wrote the
-  // outputs.
+  // Reads before the wait: kernels before the preceding one wrote the weights of the chosen experts and the residual
+  // stream. The preceding kernel wrote the outputs.
   float values[ITEMS][8] = {}, factors[ITEMS][8] = {};
   if (threadIdx.x < p.count) slot_weights[threadIdx.x] = p.weights[row * p.count + threadIdx.x];
   if constexpr (NORM) {

@@ -1,4 +1,4 @@
-// Rows of x and results of the experts' GEMMs: loads by index, and results of a warp as rows of 16 bytes.
+// Shared by the experts' GEMMs: loads of rows of x by index, and results of a warp as pieces of 16 bytes of a row.
 #pragma once
 
 #include "device.cuh"
@@ -13,7 +13,8 @@ __device__ __forceinline__ void arrive_with_x(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Gives lane c of four neighbours the pairs c of all four, where each lane has pairs 0 to 3.
+// Transposes pairs among four neighbouring lanes, each of which has pairs 0 to 3: lane c gets pair c of all four
+// lanes.
 __device__ __forceinline__ uint4 transpose_pairs(uint32_t (&v)[4]) {
   const int c = threadIdx.x & 3;
 #pragma unroll
