@@ -1,5 +1,5 @@
 // Split-KV decode attention (Flash-Decoding) over paged bf16 KV: one query token per row, or a fixed number of query
-// tokens per row that verify draft tokens; any mix of lengths, no host plan.
+// tokens per row that verify draft tokens. Lengths may be mixed, and the host makes no plan.
 //
 // The work is a sequence of tiles ordered by (row, group of KV heads, page); a tile is one page of 16 tokens. The
 // tiles are split into equal ranges, one per CTA, by the lengths in device memory (as stream-K splits a GEMM). A
@@ -98,7 +98,7 @@ __device__ __forceinline__ uint32_t pack(float lo, float hi) {
 struct Walk {
   int pos, end;    // next piece begins at pos; the range ends before end
   int row, group;  // of the current piece
-  int page, pages; // first page of the piece within the row, and number of pages
+  int page, pages; // first page of the piece within the row, and pages of the piece
   int unit_begin;  // first tile of this (row, group) in the tile sequence
   int unit_pages;
 };

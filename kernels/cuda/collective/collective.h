@@ -69,7 +69,7 @@ BATON_API int32_t baton_all_reduce(const baton_group *group, const baton_all_red
  * does. */
 BATON_API int32_t baton_group_gather(const baton_group *group, const baton_gather_args *args, void *stream);
 
-/* Returns the bytes of scratch for this number of padded samples: of baton_sample with 1 rank, else of
+/* Returns the bytes of scratch for this number of padded samples: with 1 rank for baton_sample, otherwise for
  * baton_group_sample. */
 BATON_API uint64_t baton_group_sample_scratch_bytes(int32_t ranks, int32_t samples_max, int32_t vocabulary);
 /* baton_sample with logits sharded over the ranks of a group: `args->logits` has this rank's tokens; rank r has the tokens

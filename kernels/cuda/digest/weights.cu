@@ -7,7 +7,7 @@ namespace {
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / WARP;
-constexpr int SM_CTAS = 2;  // enough for memory bandwidth, and decode steps keep room
+constexpr int SM_CTAS = 2;  // CTAs per SM: enough for the memory bandwidth, and few enough for concurrent decode steps
 
 // Sizes in 16-byte words.
 struct Part {

@@ -1,7 +1,7 @@
 // Epilogues of the wide GEMMs (skinny_gemm.cu describes them) on the accumulators of wgmma.
 //
-// A thread has results of ROWS rows of x, eight rows apart, and for each group of eight weight rows two results of each
-// of its rows.
+// A thread has results of ROWS rows of x, which are eight rows apart. For each group of eight weight rows, the thread
+// has two results of each of these rows.
 #pragma once
 
 #include "wide_gemm.h"
@@ -142,8 +142,8 @@ __device__ __forceinline__ void finish_heads(const baton_skinny_gemm_args& p, in
   }
 }
 
-// RESIDUAL for row m of x. Up to eight loads are in flight before their stores. The tile has OWN weight rows, half of
-// them from `low` on, half from `high` on. The partial sum of squares is stored at `place`.
+// RESIDUAL for row m of x. Up to eight loads are in flight before their stores. The tile has OWN weight rows: one half
+// starts at `low`, the other at `high`. The partial sum of squares is stored at `place`.
 template <int OWN, int ROWS>
 __device__ __forceinline__ void finish_residual(const baton_skinny_gemm_args& p, int place, int places, int m, bool valid,
                                                 int low, int high, float scale, const float (&sums)[OWN * ROWS / 4],

@@ -3,16 +3,17 @@
 // wide_fp8_gemm.cu, which is faster, has no tile (README.md).
 //
 // One thread loads boxes of W by TMA, a slice of 128 of k at a time, into a ring in shared memory. Further warps load
-// the slices of x, split them into FP8 numbers and store them beside the weights. Two warpgroups compute with wgmma,
-// each its own tile of weight rows as N, with x as M. One adds sums while the other multiplies.
+// the slices of x, split their elements into FP8 numbers and store these beside the weights. Two warpgroups compute
+// with wgmma, each with its own tile of weight rows as N and with x as M. One warpgroup adds sums while the other
+// multiplies.
 //
-// x loses nothing that counts. For each row and slice, x is `scale * (high + low / 32)`: the scale is a power of two,
-// `high` is x rounded to FP8, and `low` is the rest. The two parts are two rows of M, whose results are in one thread.
-// M has 64 rows, so 32 rows of x cost no more than one. bf16 has eight significant bits, as many as both parts. Only
-// elements below 2^-14 of the slice's largest are rounded.
+// For each row and slice, x is `scale * (high + low / 32)`: the scale is a power of two, `high` is x rounded to FP8,
+// and `low` is the rest. bf16 has eight significant bits, as many as both parts together. Only elements below 2^-14 of
+// the slice's largest magnitude are rounded. The two parts are two rows of M, whose results are in one thread. M has
+// 64 rows, so 32 rows of x cost no more than one.
 //
-// The tensor cores keep about 14 bits of a sum in FP8. So the sums of a slice start with zero, and are added to f32
-// sums with the scale of the row and slice. There a weight with scales of blocks gets the scale of the block.
+// The tensor cores keep about 14 bits of a sum in FP8. So the sums of a slice start with zero. They are multiplied by
+// the scale of the row and slice, and by the block scale if the weight has block scales, and added to f32 sums.
 //
 // Two CTAs may split k, which doubles the weight rows of a CTA. This halves the conversions of x. See epilogue.h for
 // the epilogues, and skinny_gemm.cu for `pdl`.
@@ -28,13 +29,13 @@ constexpr int kSlice = 128;  // elements of k in a row of 128 bytes
 constexpr int kSmem = 227 * 1024;
 constexpr int kStagesMost = 16;
 constexpr int kRowsMost = 32;
-constexpr int kWidenedRowsMost = 16;  // of skinny_gemm.cu
+constexpr int kWidenedRowsMost = 16;  // maximum rows of skinny_gemm.cu, which widens the weight
 constexpr int kGroups = 2;  // warpgroups that multiply
 constexpr int kBlock = 128;  // rows and columns of a block of the weight with a scale
 constexpr float kLowFactor = 1.f / 32.f;
 
-// BN: weight rows per tile, of which a CTA has one for each group; SPLIT: CTAs of the cluster that computes the tiles,
-// each from its own part of k.
+// BN: weight rows per tile; a CTA has one tile for each warpgroup. SPLIT: CTAs of the cluster that computes the tiles,
+// each CTA from its own part of k.
 template <int BN_, int SPLIT>
 struct Shape {
   static constexpr int BN = BN_, kSplit = SPLIT;
@@ -49,8 +50,8 @@ struct Shape {
   static constexpr int kPeerBytes = (SPLIT - 1) * kGroups * 128 * kOwn;
   static constexpr int kRing = kSmem - 1024 - 6 * 1024 - kPeerBytes;
 
-  // The high and low parts of eight rows of x are 16 rows of M. wgmma reads 64 rows. The rest are the bytes behind x,
-  // and their results are not used.
+  // The high and low parts of eight rows of x are 16 rows of M. wgmma reads 64 rows, so it also reads bytes behind x.
+  // The results of these rows are not used.
   static __host__ __device__ int x_bytes(int rows) { return (rows + 7) / 8 * 16 * kSlice; }
   static __host__ __device__ int stage_bytes(int rows) { return x_bytes(rows) + kWBytes; }
   static __host__ __device__ int stages(int rows) {
@@ -78,7 +79,7 @@ __device__ __forceinline__ void fetch_weights(const CUtensorMap* map, uint32_t t
 struct XRows {
   uint4 words[2][2];
 };
-constexpr int kAhead = 3;  // parts of x that a warp has loaded or is loading
+constexpr int kAhead = 3;  // parts of x whose loads a warp starts ahead of their use
 
 __device__ __forceinline__ int x_piece(int half) { return threadIdx.x % 4 + 4 * half; }
 
@@ -109,7 +110,7 @@ __device__ __forceinline__ int largest_exponent(const XRows& x) {
   }
   most = larger(most, __shfl_xor_sync(FULL, most, 1));
   most = larger(most, __shfl_xor_sync(FULL, most, 2));
-  // Magnitudes are ordered as their bits. The reciprocal of a scale is finite.
+  // Magnitudes have the order of their bits. The minimum keeps the reciprocal of the scale finite.
   return max(static_cast<int>(max(most & 0xffff, most >> 16)) >> 7, 27);
 }
 
@@ -165,7 +166,7 @@ __device__ __forceinline__ int row_of(int2 at, int i) {
   return i < BN / 2 ? at.x + i : at.y + i - BN / 2;
 }
 
-// A place in the sequence of slices of all rounds, without divisions.
+// A position in the sequence of slices of all rounds, advanced without divisions.
 struct Cursor {
   int index, slice, round, stage;
   uint32_t parity;  // of the stage's barriers in this use of the stage
@@ -454,7 +455,7 @@ struct Kernel {
   }
 };
 
-// Weight rows per tile and CTAs of a cluster, the first choice of equal ones first.
+// Weight rows per tile and CTAs of a cluster. Of shapes with equal cost, the first is chosen.
 #define SHAPES(X)                                                                                           \
   X(32, 2, BATON_SKINNY_PLAIN) X(32, 2, BATON_SKINNY_RESIDUAL) X(64, 2, BATON_SKINNY_PLAIN)                 \
   X(64, 2, BATON_SKINNY_RESIDUAL) X(64, 2, BATON_SKINNY_QKV) X(112, 1, BATON_SKINNY_SILU)                   \
@@ -502,7 +503,7 @@ int32_t load_fp8_gemm() {
 
 int fp8_gemm_tile(const baton_skinny_gemm_args& p, const Device& device) {
   if (encode == nullptr || p.rows > kRowsMost || p.n % 16 != 0) return 0;
-  // Where a CTA has only one tile, splitting x takes longer than converting the weight to bf16 (README.md).
+  // If a CTA has only one tile, splitting x takes longer than widening the weight to bf16 (README.md).
   const bool is_narrow = p.epilogue == BATON_SKINNY_RESIDUAL && p.n <= 32 * ctas_max(p, device);
   if (is_narrow && p.rows <= kWidenedRowsMost && p.weight_block == 0) return 0;
   const Choice choice = choose(p, device);

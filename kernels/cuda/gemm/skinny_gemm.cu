@@ -15,8 +15,8 @@
 // wait was therefore written at least two kernels before.
 //
 // With `pdl` a CTA takes the whole shared memory of an SM on purpose: the next kernel's CTA starts on an SM only when
-// this kernel's CTA there exits. With two CTAs per SM, early CTAs collect on idle SMs, and an SM with two CTAs finishes
-// late. That was slower than no early start.
+// this kernel's CTA there exits. With two CTAs per SM, early CTAs gather on idle SMs, and an SM with two CTAs finishes
+// late. This is slower than no early start.
 #include <utility>
 
 #include "device.cuh"
@@ -46,7 +46,7 @@ struct Shape {
   static constexpr int kSumPitch = kRows + 4;
   static constexpr int kSumBytes = kWarps * MT * 8 * kSumPitch * 4 + 16 * 4;
   static constexpr int kFit = ((DEEP ? kSmemWhole : kSmemHalf) - kSumBytes) / (kWarps * kStageBytes<W>);
-  // As many bytes in flight for each format.
+  // Stages for which each format has the same number of bytes in flight.
   static constexpr int kMost = (DEEP ? 24 : 12) / W::kBytes;
   static constexpr int kStages = kFit < kMost ? kFit : kMost;
   static constexpr int kSmem = kWarps * kStages * kStageBytes<W> + kSumBytes;
@@ -61,8 +61,8 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uin
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Widens two FP8 numbers, in the high byte of each half of `word`, to bf16. The exponents of bf16 have 120 more as their
-// bias. The product is exact, also of a subnormal number.
+// Widens two FP8 numbers, in the high byte of each half of `word`, to bf16. The exponent bias of bf16 is greater by
+// 120. The multiplication by 2^120 is exact, for subnormal numbers too.
 __device__ __forceinline__ uint32_t widen_fp8(uint32_t word) {
   const uint32_t bits = (word & 0x80008000u) | ((word & 0x7f007f00u) >> 4);
   const uint32_t bias = 0x7b807b80u;  // 2^120 twice
@@ -232,7 +232,8 @@ __global__ void __launch_bounds__(kWarps * 32, DEEP ? 1 : 2)
     if (lane == 0) scales[m] = p.squares ? rsqrtf(sum / (float)p.depth + p.eps) : 1.f;
   }
 
-  // A lane's pieces of x belong to its pieces of the weight: with FP8, two pieces of x to one of the weight.
+  // Pieces of x for each piece of the weight, which has 16 bytes: with FP8, a piece of the weight has twice the
+  // elements.
   constexpr int kXPieces = 2 / W::kBytes;
   const bf16* x0 = (const bf16*)p.x + g * p.x_stride + c * kEach;
   const bf16* x1 = x0 + 8 * p.x_stride;
@@ -261,7 +262,7 @@ __global__ void __launch_bounds__(kWarps * 32, DEEP ? 1 : 2)
         for (int m = 0; m < MT; ++m) x[i][m] = xn[i][m];
       if (kAhead) fetch_x(s + kWarps < slices ? s + kWarps : warp);
       if constexpr (W::kBytes == 1) {
-        // The order in which widen_fp8 yields four weights: 0 and 2, 1 and 3.
+        // Puts x in the order in which widen_fp8 yields four weights: 0 and 2, 1 and 3.
         auto reorder = [](uint32_t& a, uint32_t& b) {
           const uint32_t even = __byte_perm(a, b, 0x5410);
           b = __byte_perm(a, b, 0x7632);

@@ -5,7 +5,7 @@
 namespace baton {
 namespace {
 
-constexpr int kSplitRowsMost = 32;  // rows of x whose two parts are the 64 rows of a warpgroup
+constexpr int kSplitRowsMost = 32;  // maximum rows of x whose two parts fit into the 64 rows of a warpgroup
 
 // Weight rows per tile, warpgroups, chunks per stage, CTAs that split k, epilogue.
 #define SPLIT_SHAPES(X)                                                                                          \
@@ -24,8 +24,8 @@ struct Choice {
   int rows, split;
 };
 
-// Returns the shape whose busiest CTA reads least, or zeros. Per tile there is a fixed cost, and the loads of x, which
-// come from the L2 cache.
+// Returns the shape whose busiest CTA has the least cost, or zeros. A tile costs its weight rows, a fixed amount, and
+// the loads of x from the L2 cache.
 Choice choose(const baton_skinny_gemm_args& p, const Device& device) {
   const int grid = ctas_max(p, device), groups = groups_of(p);
   Choice best = {0, 0};

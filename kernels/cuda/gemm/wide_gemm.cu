@@ -9,7 +9,7 @@ namespace {
 #define SHAPES(X) X(16, 1, 4) X(32, 1, 4) X(64, 1, 2) X(112, 1, 2) X(128, 1, 1)
 #define SILU_SHAPES(X) X(64, 2, 2) X(112, 2, 1) X(128, 2, 1) X(224, 2, 1)
 using WideHeads = Shape<64, 2, 2>;
-// Each of two CTAs finishes 32 weight rows of the tile.
+// RESIDUAL above 64 rows: two CTAs split k, and each finishes 32 weight rows of the tile.
 using SplitResidual = Shape<64, 2, 2, 2>;
 
 int groups_of(int rows) { return divide_up(rows, 64); }
@@ -76,7 +76,7 @@ int wide_gemm_tile(const baton_skinny_gemm_args& p, const Device& device) {
       case BATON_SKINNY_SILU: return tile >= 64;
       case BATON_SKINNY_QKV: return tile == WideHeads::kOwn;
       case BATON_SKINNY_RESIDUAL: {
-        // All CTAs run at once and fill more than half of the SMs.
+        // The split is used only if all CTAs run at once and fill more than half of the SMs.
         const int ctas = p.n / SplitResidual::kOwn;
         const bool fits = p.n % SplitResidual::BN == 0 && p.depth >= kSplitDepthMin && ctas <= grid && 2 * ctas > grid;
         return fits && tile == SplitResidual::kOwn;

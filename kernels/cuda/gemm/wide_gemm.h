@@ -1,5 +1,5 @@
-// GEMMs that skinny_gemm.cu dispatches: of more than 8 rows to wide_gemm.cu, with a weight in FP8 to fp8_gemm.cu, and
-// with x in FP8 too to wide_fp8_gemm.cu.
+// GEMMs to which skinny_gemm.cu dispatches: wide_gemm.cu (bf16, more than 8 rows), fp8_gemm.cu (weight in FP8, x in
+// bf16) and wide_fp8_gemm.cu (weight and x in FP8).
 #pragma once
 
 #include "device.cuh"

@@ -4,14 +4,14 @@
 // One thread loads boxes of W and x by TMA, stage by stage of a ring in shared memory. One warpgroup (two above 64
 // rows of M) computes with wgmma, with rows of x as M and the tile's weight rows as N. N may be any multiple of 8, so
 // tiles that give every SM an equal share exist without split-K. Two CTAs may split k, where a narrow tile would read
-// too much of x. A tile's accumulators stay in registers, where the epilogue (see skinny_gemm.cu) reads them. Epilogue
-// inputs are ready before the accumulators are complete: the consumers fetch RoPE angles and old residuals early, and
-// three further warps compute the scales of the rows of x.
+// too much of x. A tile's accumulators stay in registers, where the epilogue (epilogue.h) reads them. Epilogue inputs
+// are ready before the accumulators are complete: the consumers fetch RoPE angles and old residuals early, and three
+// further warps compute the scales of the rows of x.
 //
-// FP8: x has been quantized (baton_quantize). A row of x is one row of M, or two whose sum keeps the precision of bf16:
-// row i of a group of eight is the high part, row i + 8 the low part, and one thread has both results. The tensor cores
-// keep about 14 bits of a sum in FP8. With two parts the sums of a stage therefore start with zero, and are added to
-// f32 sums.
+// FP8: baton_quantize has quantized x. A row of x is one row of M, or two rows whose sum keeps the precision of bf16:
+// row i of a group of eight is the high part, row i + 8 is the low part, and one thread has both results. The tensor
+// cores keep about 14 bits of a sum in FP8. With two parts, the sums of a stage therefore start with zero and are
+// added to f32 sums.
 //
 // With `pdl` the ring is filled with weights before the preceding kernel has completed. The ring takes the whole shared
 // memory of an SM. See skinny_gemm.cu for the reasons.
@@ -29,7 +29,7 @@ constexpr int kChunkBytes = 128;  // bytes of k in a row of a box, the widest ro
 constexpr int kSmem = 227 * 1024;
 constexpr int kStagesMost = 12;
 constexpr int kSplitDepthMin = 512;  // minimum depth at which two CTAs split k
-constexpr float kLowFactor = 1.f / 32.f;  // of the low parts of x
+constexpr float kLowFactor = 1.f / 32.f;  // factor of the low parts of x
 
 // BN: weight rows per tile; GROUPS: consumer warpgroups of 64 rows of M; KC: chunks of k per stage; SPLIT: CTAs of the
 // cluster that computes a tile, each from its own part of k; PARTS: rows of M for each row of x in FP8, 0 for bf16.
@@ -38,7 +38,7 @@ struct Shape {
   static constexpr int BN = BN_, KC = KC_, kGroups = GROUPS, kSplit = SPLIT, kParts = PARTS;
   static constexpr int kElementBytes = PARTS > 0 ? 1 : 2;
   static constexpr int kChunk = kChunkBytes / kElementBytes;
-  static constexpr bool kIsSplit = PARTS == 2;  // x, into high and low parts
+  static constexpr bool kIsSplit = PARTS == 2;  // whether x is split into high and low parts
   static constexpr int kRows = kIsSplit ? 1 : 2;  // rows of x whose results a thread has
   static constexpr int kWarpRows = 8 * kRows;
   static constexpr int kOwn = BN / SPLIT;  // weight rows whose results a CTA finishes
@@ -51,8 +51,8 @@ struct Shape {
   static constexpr int kRing = kSmem - (PARTS > 0 ? 4096 : 2048) - kScaleBytes - kPeerBytes;
 
   // Rows of x in a box: whole groups of eight rows for the swizzle. TMA takes three times as long for a row outside the
-  // matrix as for a row of the matrix, so the box is not padded to the 64 rows that wgmma reads. The rest of these rows
-  // are the bytes behind the box; their results are not stored.
+  // matrix as for a row of the matrix, so the box is not padded to the 64 rows that wgmma reads. Behind the box wgmma
+  // reads other bytes, whose results are not stored.
   static __host__ __device__ int box_rows(int rows) { return (rows + 7) / 8 * (kIsSplit ? 16 : 8); }
   static __host__ __device__ int x_bytes(int rows) { return KC * box_rows(rows) * kChunkBytes; }
   static __host__ __device__ int stage_bytes(int rows) { return x_bytes(rows) + kWBytes; }
@@ -86,7 +86,7 @@ __device__ __forceinline__ void fetch_x(const CUtensorMap* map, uint32_t to, uin
 
 // ---- The kernel ----
 
-// Returns the sums of a thread: those of all stages.
+// Returns the thread's sums over all stages.
 template <class S>
 __device__ __forceinline__ auto& sums_of(float (&acc)[S::BN / 2], float (&total)[S::kIsSplit ? S::BN / 4 : 1]) {
   if constexpr (S::kIsSplit) {
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) own_scales[row] = scales[m0 + row * 8];
       }
-      // Sums of the CTA: ROWS for each pair of weight rows.
+      // The thread's sums: ROWS for each pair of weight rows.
       float(&all)[BN * ROWS / 4] = sums_of<S>(acc, total);
       if constexpr (S::kSplit > 1) {
         // Each CTA finishes one half of the weight rows and sends the sums of the other half to its peer.

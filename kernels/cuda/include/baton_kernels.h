@@ -10,8 +10,8 @@
  * - Everything that takes a stream may be captured in a CUDA graph, unless its comment says "not in a
  *   graph". Values that change between steps are read from device memory. Arguments are values that a
  *   capture may freeze: shapes, addresses, upper bounds. Call `baton_initialise` before the first capture.
- * - Element types: `T` is the type that `dtype` names. Accumulators are f32 for either. Vectors (norm
- *   weights, biases, rope frequencies) and the residual stream are f32 always.
+ * - Element types: `T` is the type that `dtype` names. Accumulators, vectors (norm weights, biases, RoPE
+ *   frequencies) and the residual stream are f32 for every `T`.
  * - Matrices and activations are row-major and contiguous unless a stride is given; strides and offsets
  *   count elements. Widths, strides and head dimensions are multiples of 8;
  *   addresses are 16-byte aligned.
@@ -54,7 +54,7 @@ typedef enum { BATON_F32 = 0, BATON_BF16 = 1 } baton_dtype;
 
 /* ---- The library itself ------------------------------------------------------------------------ */
 
-/* BATON_ABI_VERSION of the library. Compare before calling anything else. */
+/* Returns BATON_ABI_VERSION of the library. The caller compares it before any other call. */
 BATON_API int32_t baton_abi_version(void);
 /* Returns a static text with ABI version, CUDA version, GPU architectures and FlashInfer version. */
 BATON_API const char *baton_build_info(void);
@@ -69,11 +69,12 @@ BATON_API int32_t baton_initialise(void);
 /* 1: launches this library's kernels with programmatic dependent launch (PDL, compute capability 9.0 on), so that
  * consecutive kernels of a stream overlap at their edges; 0 (default): without. Captured graphs keep the setting of
  * their capture. Functions with a `pdl` argument use that argument instead.
- * In both cases a kernel of this library, except for three functions, releases its successor only after its own
+ * In both cases the kernels of all but three functions of this library release their successor only after their own
  * predecessor has completed and its writes are visible. Data that a kernel reads before its wait must therefore be
- * written at least two kernels before. The three functions release their successor at once: the successor of
- * baton_quantize, and of baton_combine_experts with a residual, may read only weights before its wait, as GEMMs do. The successor of
- * baton_rope_store_kv may read only data that are older than the kernel before baton_rope_store_kv, as attention does.
+ * written at least two kernels before. The other three functions release their successor at once. The successor of
+ * baton_quantize, and of baton_combine_experts with a residual, may read only weights before its wait, as GEMMs do. The
+ * successor of baton_rope_store_kv may read only data that is older than the kernel before baton_rope_store_kv, as
+ * attention does.
  * Other kernels (cuBLAS, FlashInfer) are launched without PDL and start after all their predecessors. */
 BATON_API void baton_programmatic_launch(int32_t enabled);
 /* Writes sizeof of the structs below, in the order of their definition, and returns their number. `sizes_host` may be null. */
@@ -235,8 +236,8 @@ typedef struct {
   int32_t head_dim;
   int32_t grid; /* maximum CTAs; 0: one per SM */
   int32_t tile; /* weight rows per tile; 0: automatic, else a value that baton_skinny_gemm_tile may return */
-  int32_t pdl;  /* 1: may start before the preceding kernel of the stream has completed, whichever that is: until then
-                   it only loads weights */
+  int32_t pdl;  /* 1: may start before the preceding kernel of the stream, of any kind, has completed: until then the
+                   GEMM only loads weights */
   int32_t squares_count;
   int32_t weight_block; /* 128: weight_scales are those of blocks; else 0 */
   int32_t parts; /* rows in FP8 of each row of x, 1 or 2, with scales of the weight's rows; 0: x is bf16 */
@@ -450,8 +451,8 @@ BATON_API int32_t baton_attention_prepare(int32_t kind, const baton_attention_sh
                                           const baton_attention_workspace *workspace,
                                           baton_attention_plan *plan_host, void *stream);
 
-/* out[row][query_heads * head_dim] = attention of queries[row] (rows `query_stride` apart) over the blocks
- * of its sequence, causal: a sequence's last row sees kv_lengths tokens, the one before one less.
+/* out[row][query_heads * head_dim] = causal attention of queries[row] (rows `query_stride` apart) over the blocks
+ * of the row's sequence. The last row of a sequence sees kv_lengths tokens, and each earlier row one token less.
  * PLAIN reads row_sequences, row_positions, page_indptr, page_indices; rows of no sequence give zeros.
  * `sinks` [query_heads] are attention sinks: logits that count in the denominators of the softmax and have no value
  * (null: none). `rows` as in the batch. */
@@ -489,10 +490,10 @@ typedef struct {
   int32_t window;   /* tokens attended to; 0: all */
   float scale;      /* of the scores, usually 1 / sqrt(head_dim) */
   int32_t sms;      /* SMs to use; 0: all */
-  /* 1: may start before the preceding kernel of the stream has completed. Until then it reads kv_len, positions,
-   * page_indptr, pages, and the KV before the page of a row's first query token. The preceding kernel must not write
-   * these, and must be baton_rope_store_kv or release its successor only after its own wait. Use 0 after
-   * baton_step_prepare, a block copy, or another library's kernel with programmatic launch. */
+  /* 1: may start before the preceding kernel of the stream has completed. Until then, the kernel reads kv_len,
+   * positions, page_indptr, pages, and the KV before the page of a row's first query token. The preceding kernel must
+   * not write any of these, and must be baton_rope_store_kv or release its successor only after its own wait. Use 0
+   * after baton_step_prepare, a block copy, or another library's kernel with programmatic launch. */
   int32_t pdl;
   int32_t tokens;   /* query tokens a row; 0 and 1: one. rows * tokens is at most 1,024 above 1 */
   int32_t reserved;
@@ -557,11 +558,11 @@ typedef struct {
 } baton_sample_args;
 
 /* Chooses a token for every sample of `step` by its slot's baton_sampling, with the rules, tie-breaks and
- * random numbers of the CPU. The token becomes tokens[slot][position + 1] and the slot's length grows by one
- * when that place is the first unknown one (no draft or scored row); a failed sample marks its slot, whose
- * later samples repeat the status. In a slot with prompt_logprobs, a sample whose next token is still in the prompt has
- * a given token: the sample reports this prompt token with its log-probability and its rank, and ignores the other
- * settings. A setting whose bit is missing in `needs` counts as not set: without DRAW every row is greedy. */
+ * random numbers of the CPU. If position + 1 is the slot's length (no draft token or given token follows the row),
+ * the token is written to tokens[slot][position + 1] and the length grows by one. A failed sample marks its slot,
+ * whose later samples repeat the status. In a slot with prompt_logprobs, a sample whose next token is still in the
+ * prompt has a given token: the sample reports this prompt token with its log-probability and its rank, and ignores
+ * the other settings. A setting whose bit is missing in `needs` counts as not set: without DRAW every row is greedy. */
 BATON_API int32_t baton_sample(const baton_pool *pool, const baton_step *step,
                                const baton_sample_args *args, void *stream);
 

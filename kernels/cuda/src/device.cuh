@@ -83,10 +83,9 @@ __device__ inline float block_sum(float x, float* shared) {
 }
 
 // Programmatic dependent launch: a kernel may start while its predecessor in the stream ends. Every thread of every CTA
-// waits for the predecessor (else a kernel two positions later could not rely on it) and releases the next kernel only
-// after that. So before its wait, a kernel may read data that is older than its predecessor. The exceptions, which release
-// the next kernel before their own wait, are listed at baton_programmatic_launch. Without the launch attribute these
-// calls do nothing.
+// waits for the predecessor, and releases the next kernel only after this wait. So before its wait, a kernel may read
+// data that was written before its predecessor. baton_programmatic_launch lists the exceptions, which release the next
+// kernel before their own wait. Without the launch attribute, these calls do nothing.
 __device__ inline void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -129,7 +128,7 @@ int32_t launch_clusters(bool programmatic, int cluster, const char* name, void (
   }
   const cudaError_t error =
       cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(std::forward<Arguments>(arguments))...);
-  // Cleared, so that the next call does not return the error.
+  // Clears the error, so that the next call does not return it.
   if (error != cudaSuccess) cudaGetLastError();
   return check(error, name);
 }

@@ -1,5 +1,5 @@
-// FlashInfer's attention as the dispatcher (attention.cu) sees it: one class per kind, one instance of it per
-// head dimension, each in a translation unit of its own (BATON_HEAD_DIM), because they compile slowly.
+// FlashInfer's attention as the dispatcher (attention.cu) sees it: one class per kind, with one instance per head
+// dimension. Each instance has its own translation unit (BATON_HEAD_DIM), because the instances compile slowly.
 #pragma once
 
 #include "status.h"

@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_source(const baton_quantize_args& p, int at
   }
 }
 
-// Converts eight elements and stores them, and with two parts their low parts behind the eight high rows.
+// Converts eight elements and stores them. With two parts, the low parts go behind the eight rows of high parts.
 __device__ __forceinline__ void store_parts(const baton_quantize_args& p, int at, const float (&values)[8],
                                             float inverse) {
   uint32_t high[4], low[4];
@@ -64,7 +64,8 @@ __device__ __forceinline__ void store_parts(const baton_quantize_args& p, int at
 template <int SOURCE, int ITEMS>
 __global__ void __launch_bounds__(THREADS_MOST) quantize_kernel(const __grid_constant__ baton_quantize_args p) {
   __shared__ float sums[WARP], mosts[WARP];
-  // The successor, a GEMM, loads only weights before its wait, so it may start before this kernel's predecessor ends.
+  // The successor is a GEMM, which loads only weights before its wait. So it may start before this kernel's
+  // predecessor ends.
   pdl_release();
   pdl_wait();
   float values[ITEMS][8];

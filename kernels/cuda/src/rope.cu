@@ -11,7 +11,7 @@ namespace baton {
 namespace {
 
 constexpr int HEADS = 8;  // warps of a CTA
-constexpr int ROWS_MANY = 512;  // from which on a CTA takes all heads of a row
+constexpr int ROWS_MANY = 512;  // rows from which on a CTA processes all heads of a row
 
 struct RopeParameters {
   int query_heads;

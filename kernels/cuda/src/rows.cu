@@ -1,5 +1,5 @@
-// Row-wise operations on activations: embedding, norms, gated activation, gather. They are bound by memory bandwidth
-// (large batches) or latency (small ones): 16-byte loads, one CTA per row for reductions, else flat.
+// Row-wise operations on activations: embedding, norms, gated activation, gather. Large batches are bound by memory
+// bandwidth, small ones by latency. Loads have 16 bytes. A reduction has one CTA per row; other kernels are flat.
 #include <initializer_list>
 #include <utility>
 

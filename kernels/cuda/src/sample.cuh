@@ -74,7 +74,7 @@ struct Cut {
   };
   int32_t mode;
   int32_t level;
-  int32_t is_reached;  // 0: all candidates together are fewer than top-k, or have less mass than top-p
+  int32_t is_reached;  // 0: there are fewer candidates than top-k, or their mass is less than top-p
   int32_t reserved;
   uint64_t need;  // LIST_LAST: mass to keep of the list
 };

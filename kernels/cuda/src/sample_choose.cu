@@ -1,6 +1,6 @@
 // Sampling: one CTA per sample chooses the token and reports it. sample.cuh describes the previous kernels.
-// Compiled without fused multiply-adds: weights, totals and the comparison with top_p are bitwise equal to the CPU's,
-// so a draw differs only where logits do.
+// Compiled without fused multiply-adds: weights, totals and the comparison with top_p are bitwise equal to the CPU's.
+// A draw differs from the CPU's only where logits differ.
 #include "sample_weights.cuh"
 
 namespace baton::sampling {

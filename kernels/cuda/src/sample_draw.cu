@@ -33,7 +33,7 @@ __device__ float level_edge(int level) {
 // bits of the bin's greatest weight.
 __device__ uint64_t level_mass(int level, uint32_t number, uint64_t distance) {
   const int below = ONE_BITS - (level << LEVEL_BITS) - 1;
-  const uint64_t greatest = ((below & 0x7fffff) | 0x800000) + 1;  // in units of the last place beneath it
+  const uint64_t greatest = ((below & 0x7fffff) | 0x800000) + 1;  // in units of the last place below it
   const uint64_t mass = number * greatest - distance;
   const int shift = (below >> 23) - 127 - 23 + UNIT_BITS;
   return shift >= 0 ? mass << shift : shift > -64 ? mass >> -shift : 0;

@@ -12,7 +12,7 @@ struct Fp8Factor {
   float scale, inverse;
 };
 
-// Returns a power of two as the factor: the largest magnitude, `most`, divided by it is a number from 128 to 256.
+// Returns the power of two by which the largest magnitude, `most`, is divided to get a number from 128 to 256.
 __device__ __forceinline__ Fp8Factor split_factor(float most) {
   const int exponent = max(__float_as_int(most) >> 23, 27);  // the inverse is finite
   return {__int_as_float((exponent - 7) << 23), __int_as_float((261 - exponent) << 23)};

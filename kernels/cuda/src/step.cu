@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 // blockIdx.y is the sequence, blockIdx.z the KV group. The CTAs of a sequence share its rows and pages. The last y
-// processes rows of no sequence.
+// processes the rows that belong to no sequence.
 __global__ void expand_kernel(const baton_pool pool, const baton_step step, int rows, int sequences, int verified) {
   pdl_wait_and_release();
   const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
