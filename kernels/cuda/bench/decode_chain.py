@@ -2,9 +2,9 @@
 silu, down + residual for every layer; norm + lm_head), with and without programmatic dependent launch. Compares the time with the
 memory-bound minimum. Omits embedding, sampling, and the copy of tokens to the host.
 
-Needs libbaton_kernels.so in BATON_KERNELS_DIR. Writes chain.json to OUT. Arguments: the peak read bandwidth in TB/s, models, and --rows
-separated by commas. Each model has a process of its own, because a captured PyTorch GEMM refers to a workspace that PyTorch frees with
-the cached memory.
+Needs libbaton_kernels.so in BATON_KERNELS_DIR. Writes chain-MODELS.json to OUT. Arguments: the peak read bandwidth in TB/s, models, and
+--rows with numbers separated by commas. Each model has a process of its own, because a captured PyTorch GEMM refers to a workspace
+that PyTorch frees with the cached memory.
 """
 import ctypes
 import math

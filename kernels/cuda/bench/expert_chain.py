@@ -2,7 +2,8 @@
 rope + KV store, attention, quantization, O + residual, router, the GEMMs of the experts, and the sum of the experts + norm. Omits
 embedding, head and sampling. Compares the residual stream of each build with that of the first.
 
-Arguments: builds as LABEL=PATH. --rows: numbers of rows separated by commas; --layers; --trace: also prints the time of each kernel.
+Arguments: builds as LABEL=PATH; --rows: numbers of rows, separated by commas; --layers: number of layers; --trace: also prints the
+time of each kernel.
 """
 import argparse
 import ctypes

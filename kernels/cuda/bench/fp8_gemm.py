@@ -22,7 +22,7 @@ def tile_of(rows, n, depth, epilogue, head_dim=0, block=0):
 
 
 def numbers(n, depth):
-    """Returns random FP8 numbers, all but NaN."""
+    """Returns random FP8 numbers without NaN."""
     bits = torch.randint(0, 256, (n, depth), device="cuda", dtype=torch.uint8)
     return torch.where((bits & 0x7f) == 0x7f, bits - 1, bits).view(torch.float8_e4m3fn)
 
@@ -58,7 +58,7 @@ def quantized(x, parts, source=0, width=None, mirror=None, **more):
 
 
 class Worst:
-    """The largest error of a result, relative to the sum of the magnitudes of its products."""
+    """Keeps the largest error of the results, relative to the sum of the magnitudes of the products of a result."""
 
     def __init__(self):
         self.error, self.checks = 0.0, 0
@@ -71,7 +71,7 @@ class Worst:
 
 
 def inputs(rows, depth):
-    """Returns rows with usual, tiny and large elements, one of which is zero and one has single elements only."""
+    """Returns rows with usual, tiny and large elements. Row 0 is zero, and only one element of row 1 is not zero."""
     x = torch.randn(rows, depth, device="cuda")
     x *= 10.0 ** torch.randint(-6, 5, (rows, 1), device="cuda")
     x[:, ::37] *= 1000
@@ -132,7 +132,7 @@ def quantization(worst):
     for rows in (1, 9) if QUICK else (1, 7, 9, 32, 130):
         for width in (64, 4096) if QUICK else (8, 200, 4096, 8192, 14336, 25600):
             for parts in (1, 2):
-                # Half of the distance of two numbers, relative to the larger one, or to the largest of the row.
+                # Half the distance between neighbouring FP8 numbers, relative to the larger one, or to the row's largest element.
                 limit = 0.063 if parts == 1 else 0.0041
                 see = lambda seen, ref, what: worst.see(seen, ref, ref.abs() + ref.abs().amax(1, True) * 2 ** -9, (rows, width, parts, what), limit)
                 x = inputs(rows, width)
@@ -155,7 +155,7 @@ def quantization(worst):
 
 def quantized_gemms(worst, rows, parts, n, depth):
     """Checks GEMMs with quantized x."""
-    limit = 6e-3 if parts == 2 else 8e-3  # the sums of one part are not added in f32
+    limit = 6e-3 if parts == 2 else 8e-3  # with one part, the tensor cores add all products, with about 14 bits
     for pdl in (0, 1):
         w, (scales, every) = numbers(n, depth), scales_of(n, depth, 0)
         data, x_scales, x = quantized(inputs(rows, depth), parts)
@@ -244,7 +244,7 @@ def speed(results, best):
                 graphs["fp8"] = capture(lambda: [own(w[i], x, epilogue, out, 0, 1, **more) for i in range(copies)])
             for parts in (1, 2) if rows <= 32 else (1,):
                 data, x_scales, _ = quantized(x, parts)
-                kept.append((data, x_scales))  # until the graphs have run
+                kept.append((data, x_scales))  # keeps the memory until the graphs have run
                 of_parts = dict(more, x_scales=x_scales, parts=parts, rows=rows, squares=0)
                 graphs[f"quantized, {parts} parts"] = capture(lambda: [own(w[i], data, epilogue, out, 0, 1, **of_parts) for i in range(copies)])
                 each = lambda i: (quantize_again(x, data, x_scales, parts), own(w[i], data, epilogue, out, 0, 1, **of_parts))

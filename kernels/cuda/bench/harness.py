@@ -1,7 +1,7 @@
 """Code shared by the benchmarks: loading the kernels, graphs, alternating timing, and results as JSON.
 
 Times are medians over graph replays. The cases of a comparison are replayed in turn, so that drift of the GPU affects all
-cases equally. A graph reads more bytes than the L2 holds before it reads any byte again.
+cases equally. Before a graph reads any byte again, it reads more bytes than the L2 cache holds.
 """
 import ctypes
 import json

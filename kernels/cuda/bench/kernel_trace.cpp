@@ -1,5 +1,5 @@
-// Traces every kernel that a program runs, kernels of replayed graphs included, from CUPTI's activity records. The
-// library writes start and end of each kernel to the file BATON_KERNEL_TRACE when the program ends. With
+// Traces every kernel that a program runs, kernels of replayed graphs included, from CUPTI's activity records. When the
+// program ends, the library writes start and end of each kernel to the file that BATON_KERNEL_TRACE names. With
 // NVTX_INJECTION64_PATH=libcupti.so.13 the file also has the NVTX ranges of the program's threads, in lines that
 // begin with #. The driver loads the library into any program that is started with
 // CUDA_INJECTION64_PATH=libkernel_trace.so. kernel_idle.py evaluates the file.

@@ -157,7 +157,7 @@ def speed(results, best, only=None):
             graphs = {"cublas": capture(peer)}
             for tile, pdl in ((0, 0), (0, 1), *((t, 1) for t in tiles_of(rows, n, depth))) if rows <= 64 else ():
                 graphs[f"own {tile}" + (" pdl" if pdl else "")] = capture(lambda: [own(w[i], x, PLAIN, out, tile, pdl) for i in range(copies)])
-            # The epilogues of gate_up and lm_head in a step, at row counts of the wide GEMM (above 16).
+            # Times the epilogues that gate_up and lm_head have in a step, at row counts of wide_gemm.cu.
             if rows >= 32 and name.endswith(("gate_up", "lm_head")):
                 is_gated = name.endswith("gate_up")
                 label, epilogue = ("silu", SILU) if is_gated else ("f32", F32)
