@@ -26,8 +26,8 @@ const fn value(bits: u8) -> f32 {
     if is_nan(bits) {
         return f32::NAN;
     }
-    // The exponents of f32 have 120 more as their bias. The product is exact, also of a subnormal
-    // number.
+    // The exponent bias of f32 is greater by 120. The multiplication by 2^120 is exact, for subnormal
+    // numbers too.
     let magnitude =
         f32::from_bits(((bits & !SIGN) as u32) << 20) * f32::from_bits((120 + 127) << 23);
     if bits & SIGN == 0 { magnitude } else { -magnitude }
@@ -43,15 +43,15 @@ pub fn decode(bits: u8) -> f32 {
     VALUES[usize::from(bits)]
 }
 
-/// Returns the nearest number, ties to even. Values outside the range, also infinite ones, become
-/// the greatest number with their sign. NaN becomes 0.
+/// Returns the nearest number, ties to even. Values outside the range, infinite values included,
+/// become the greatest number with their sign. NaN becomes 0.
 pub fn encode(value: f32) -> u8 {
     if value.is_nan() {
         return 0;
     }
     let sign = if value.is_sign_negative() { SIGN } else { 0 };
     let magnitude = value.abs().min(E4M3_MAX);
-    // Below 2^-6 numbers are multiples of 2^-9, above they have three bits after the first.
+    // Numbers below 2^-6 are multiples of 2^-9. Greater numbers have three bits after the leading one.
     let exponent = (magnitude.to_bits() >> 23).max(127 - 6);
     let unit = f32::from_bits((exponent - 3) << 23);
     // The carry of a mantissa that rounds up to the next power of two increments the exponent.
@@ -69,7 +69,7 @@ pub struct BlockScales {
     rows: usize,
     /// Rows and columns of a block.
     block: [usize; 2],
-    /// Blocks beside each other in the whole matrix.
+    /// Number of blocks side by side in the whole matrix.
     stride: usize,
     /// Scales of the whole matrix.
     values: Arc<[f32]>,
@@ -116,7 +116,7 @@ impl BlockScales {
         self.values[row / block_rows * self.stride + col / block_cols]
     }
 
-    /// Multiplies elements of a row, from column `first` on, with their scales.
+    /// Multiplies elements of a row, from column `first` on, by their scales.
     pub fn apply(&self, row: usize, first: usize, out: &mut [f32]) {
         let block_cols = self.block[1];
         let mut done = 0;

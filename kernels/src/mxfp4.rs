@@ -1,6 +1,6 @@
-//! MXFP4: numbers of 4 bits (e2m1), and a power of two (e8m0) as the scale of each group of
-//! [`GROUP`] numbers of a row. GPUs read a matrix in chunks of 64 rows and 64 columns, whose
-//! numbers and scales are in the order in which the threads of a warpgroup read them.
+//! MXFP4: numbers of 4 bits (e2m1). Each group of [`GROUP`] numbers of a row has a block scale, a
+//! power of two (e8m0). GPUs read a matrix in chunks of 64 rows and 64 columns. The numbers and
+//! scales of a chunk are in the order in which the threads of a warpgroup read them.
 
 use std::array;
 
@@ -16,7 +16,7 @@ const WARP_ROWS: usize = 16;
 const CHUNK_NUMBER_BYTES: usize = CHUNK * CHUNK / 2;
 const CHUNK_BYTES: usize = CHUNK_NUMBER_BYTES + CHUNK * CHUNK / GROUP;
 
-/// Returns the bytes of numbers with their scales.
+/// Returns the bytes of this number of MXFP4 numbers, scales included.
 pub fn bytes(numbers: u64) -> u64 {
     numbers / 2 + numbers / GROUP as u64
 }
@@ -31,8 +31,9 @@ pub(crate) fn packed_bytes(rows: usize, cols: usize) -> usize {
     rows.div_ceil(CHUNK) * tile_bytes(cols)
 }
 
-/// Returns a word for each byte. `bits` are the places in the word of the bits of the number in the
-/// low half of the byte, the sign first. The other number's bits are 16 further, modulo 32.
+/// Returns a word for each byte, which has two numbers. `bits` are the places in the word for the
+/// bits of the number in the low half of the byte, the sign first. The places for the number in the
+/// high half are greater by 16, modulo 32.
 const fn spread(bits: [u32; 4]) -> [u32; 256] {
     let mut words = [0; 256];
     let mut byte = 0;
@@ -50,11 +51,11 @@ const fn spread(bits: [u32; 4]) -> [u32; 256] {
     words
 }
 
-/// The four fields of a word, each for one byte (two neighbouring columns): of a row, of the row
-/// eight below, and of the same two rows eight columns to the right. The first field has its
-/// numbers where bf16 has sign, exponent and mantissa. Rotations by 10 and 13 bits to the left move
-/// the second and the third there, and shifts by 2, 7 and 12 bits move the bits of the fourth.
-/// `kernels/cuda/experts/mxfp4_gemm.cu` reads these fields.
+/// The four fields of a word. Each field has one byte, the numbers of two neighbouring columns. The
+/// bytes are those of a row, of the row eight below, and of the same two rows eight columns to the
+/// right. The first field has its bits where bf16 has sign, exponent and mantissa. Rotations by 10
+/// and 13 bits to the left move the second and the third field there. Shifts by 2, 7 and 12 bits
+/// move the bits of the fourth. `kernels/cuda/experts/mxfp4_tile.cuh` reads these fields.
 static FIELDS: [[u32; 256]; 4] =
     [spread([15, 8, 7, 6]), spread([5, 30, 29, 28]), spread([2, 27, 26, 25]), spread([3, 1, 0, 4])];
 
@@ -81,7 +82,8 @@ pub(crate) fn pack_tile(source: &dyn RowSource, parts: usize, tile: usize, out: 
                 .copy_from_slice(&of_groups[row * stored_groups..][..stored_groups]);
         }
     }
-    // Returns where `numbers` has row `row` of the upper and of the lower eight rows of a warp.
+    // Returns the rows of `numbers` that are row `row` of the upper and of the lower eight rows of a
+    // warp.
     let halves = |warp: usize, row: usize| match parts {
         1 => [warp * WARP_ROWS + row, warp * WARP_ROWS + 8 + row],
         _ => [warp * 8 + row, own + warp * 8 + row],
@@ -151,7 +153,7 @@ mod tests {
         }
     }
 
-    /// Returns the numbers of a word as the kernel finds them: fields, then halves.
+    /// Returns the numbers of a word as the kernel decodes them, by field and half.
     fn numbers_of(word: u32) -> [[u32; 2]; 4] {
         const FIELD: u32 = 0x81c0_81c0;
         const MOVES: u32 = 1 << 2 | 1 << 7 | 1 << 12;

@@ -1,8 +1,8 @@
 //! Launches attention kernels, and owns their workspaces and the plans of the current step.
 //!
 //! FlashInfer needs a plan per step and attention shape: the host computes how CTAs share the work
-//! and copies the plan to the device. Baton's decode attention and its plain kernel need no plan of
-//! the host.
+//! and copies the plan to the device. Baton's decode attention and plain kernel need no plan of the
+//! host.
 
 use std::{ffi::c_void, sync::Arc};
 

@@ -2,8 +2,8 @@
 //!
 //! The device keeps each slot's tokens, block table, position and sampling state; a step uploads
 //! only changes. There are three streams: plan uploads, kernels, and result downloads. A stream
-//! that overwrites a buffer waits on the device for the buffer's readers; the host only waits for
-//! results.
+//! that overwrites a buffer waits on the device for the buffer's readers. The host waits only for
+//! results, and for the upload from a pinned buffer that it fills again.
 
 mod check;
 mod frame;
@@ -47,7 +47,7 @@ pub struct StepInput<'a> {
     pub admissions: &'a [Admission<'a>],
     pub extensions: &'a [Extension<'a>],
     pub sequences: &'a [StepRows],
-    /// The device pads a decode step to this number of rows.
+    /// Minimum rows of a decode step; the device pads the step.
     pub rows_min: u32,
     /// Draft tokens that a decode step verifies.
     pub drafts: Option<Drafts>,
@@ -60,8 +60,9 @@ pub struct StepInput<'a> {
 /// slot's last tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Drafts {
-    /// Rows of every sequence: its last token, and the maximum number of draft tokens. A sequence's
-    /// [`StepRows::rows`] is one more than its own maximum.
+    /// Rows of every sequence: its last token, and the maximum number of draft tokens of the step. A
+    /// sequence's [`StepRows::rows`] is one more than the number of draft tokens allowed for this
+    /// sequence.
     pub rows: u32,
     pub ngram_min: u32,
     pub ngram_max: u32,
@@ -298,7 +299,7 @@ impl DeviceBatch {
     }
 
     /// Marks the end of the forward pass of a step whose bitmasks are supplied later. The step's
-    /// GPU time excludes the wait.
+    /// GPU time excludes the wait for bitmasks.
     pub fn await_masks(&mut self, backend: &CudaBackend) -> Result<(), CudaError> {
         let wait = &mut self.output.as_mut().expect("`begin` comes first").mask_wait;
         wait.awaits = true;
@@ -307,11 +308,11 @@ impl DeviceBatch {
 
     /// Supplies the bitmasks of constrained samples, before the step is sampled. `masks` has the
     /// index of each constrained sample, ascending. A sample without a bitmask is withdrawn: its
-    /// slot goes back by one position or, in a step that verifies draft tokens, keeps only the
-    /// samples before it.
+    /// slot goes back by one position. In a step that verifies draft tokens, the slot keeps only
+    /// the samples before the withdrawn one.
     ///
     /// # Errors
-    /// When the samples are not ascending or not of the step, or after a GPU error.
+    /// When the samples are not ascending or do not belong to the step, or after a GPU error.
     pub fn supply(
         &mut self,
         backend: &CudaBackend,
@@ -348,8 +349,8 @@ impl DeviceBatch {
         })
     }
 
-    /// Uploads words and masks. Then calls `launch` with their device address, to launch the
-    /// kernels that read them.
+    /// Uploads words and masks. Then calls `launch` with the device address of the words, to launch
+    /// the kernels that read them.
     fn upload(
         &mut self,
         backend: &CudaBackend,
@@ -364,7 +365,7 @@ impl DeviceBatch {
         Ok(())
     }
 
-    /// Returns the number of uploaded words.
+    /// Uploads as [`Self::upload`], through `input`. Returns the number of uploaded words.
     fn upload_through(
         &self,
         input: &mut UploadBuffer,

@@ -1,9 +1,9 @@
 //! Mixtures of experts: routing, two grouped GEMMs, and the weighted sum. All counts stay on the
 //! device, so that steps can be captured.
 //!
-//! Up to [`FEW_ROWS_MAX`] rows, a row's result does not depend on the other rows, except that of a
-//! shared expert. With more rows the router's GEMM runs on cuBLASLt, which adds in another order,
-//! and inputs of experts in FP8 are rounded to FP8.
+//! Up to [`FEW_ROWS_MAX`] rows, a row's result does not depend on the other rows, except for the
+//! part of a shared expert. With more rows, the router's GEMM runs on cuBLASLt, whose order of
+//! addition is different, and inputs of experts in FP8 are rounded to FP8.
 
 mod mxfp4;
 
@@ -30,9 +30,9 @@ pub const EXPERT_GROUPS_MAX: usize = 32;
 /// Maximum rows of the router's own GEMM.
 const FEW_ROWS_MAX: usize = 256;
 
-/// Columns of the activations in FP8 that have one factor.
+/// Columns of the activations in FP8 that share a factor.
 const FACTOR_COLUMNS: usize = 64;
-/// Number of FP8 parts whose sum is an input, with few rows. Two keep the precision of bf16.
+/// FP8 numbers whose sum is an element of the input, with few rows. Two keep the precision of bf16.
 const PARTS: usize = 2;
 
 /// Intermediate values of a mixture of experts. An assignment is a row and one of its experts.
@@ -40,25 +40,26 @@ const PARTS: usize = 2;
 pub struct CudaExperts {
     rows_max: usize,
     shape: ExpertShape,
-    /// f32 `[rows][experts]`, of many rows.
+    /// f32 `[rows][experts]`, only for more than [`FEW_ROWS_MAX`] rows.
     logits: Range,
     /// i32 `[rows][chosen]`.
     expert_of: Range,
     /// f32 `[rows][chosen]`.
     weights: Range,
-    /// f32 `[rows]`: the factors of the rows' deferred norms, times those of `split`.
+    /// f32 `[rows]`: the scale of a row's deferred norm, times the scale of its parts in `split`.
     scales: Range,
     /// i32 `[experts + 1]`: first position of each expert in `order`.
     offsets: Range,
-    /// i32: assignments by expert.
+    /// i32 `[assignments]`: the assignments, sorted by expert.
     order: Range,
-    /// i32: CTAs that have arrived.
+    /// i32: CTAs that have arrived in a running `baton_route`; 0 between calls.
     arrivals: Range,
-    /// bf16 `[assignments][size]`, or up to `PARTS` rows in FP8 for each assignment; by expert.
+    /// bf16 `[assignments][size]`, or up to `PARTS` rows in FP8 for each assignment, in the order of
+    /// `order`.
     activated: Range,
-    /// bf16 `[assignments][hidden]`, by row.
+    /// bf16 `[assignments][hidden]`, in the order of the rows.
     outputs: Range,
-    /// With weights in FP8.
+    /// `Some` with weights in FP8.
     fp8: Option<Fp8Inputs>,
     shared: Option<SharedBuffers>,
 }
@@ -66,9 +67,9 @@ pub struct CudaExperts {
 /// Inputs of experts' GEMMs in FP8.
 #[derive(Debug)]
 struct Fp8Inputs {
-    /// FP8 `[rows][PARTS][hidden]`, of few rows.
+    /// FP8 `[rows][PARTS][hidden]`, up to [`FEW_ROWS_MAX`] rows.
     split: Range,
-    /// f32 `[assignments][factor_stride]`, by expert.
+    /// f32 `[assignments][factor_stride]`, in the order of `order`.
     factors: Range,
     factor_stride: usize,
 }
@@ -88,7 +89,8 @@ impl CudaExperts {
     }
 }
 
-/// A weight matrix that all experts have: that of the first expert, and the stride in bytes.
+/// The experts' weight matrices at equal distances: the first expert's matrix, and the stride in
+/// bytes.
 struct Stacked<'a> {
     first: &'a CudaMatrix,
     stride: usize,
@@ -146,9 +148,9 @@ impl<'a> Stacked<'a> {
 struct Inputs {
     x: Address,
     x_stride: usize,
-    /// Factors of the rows, or 0.
+    /// Address of the rows' scales, or 0.
     scales: Address,
-    /// Rows in FP8 for each row of x; 0: bf16.
+    /// FP8 rows for each row of `x`; 0 if `x` is in bf16.
     parts: usize,
 }
 
@@ -272,7 +274,7 @@ impl CudaBackend {
     ) {
         let SharedBuffers { gate_up, activated, output } = buffers;
         if shared.router.is_some() {
-            // `combine` multiplies the shared expert's router with the normed rows.
+            // `combine` multiplies the normed rows by the shared expert's router.
             self.finish_rows(rows, x);
         }
         self.project_gated(rows, (x, shared.gate_up), gate_up, activated);
@@ -327,9 +329,8 @@ impl CudaBackend {
             (args.norm, args.eps) = (weight.data.address(), eps);
         }
         self.run(|library, stream| {
-            // SAFETY: the ranges have the rows and widths checked above. The GEMMs of the experts lie
-            // between this call and the kernels that wrote the weights and the residual stream, which
-            // are read early.
+            // SAFETY: the ranges have the rows and widths checked above. The kernel reads the weights
+            // and the residual stream early. Both were written before the GEMMs of the experts.
             unsafe { launch!(library, stream, baton_combine_experts(&args)) }
         });
     }
@@ -413,7 +414,7 @@ impl CudaBackend {
         Inputs { x: x_address, x_stride: x.width, scales, parts: 1 }
     }
 
-    /// Computes logits and choices of many rows.
+    /// Computes the router's logits and the choice of experts for many rows.
     fn route_many(
         &mut self,
         rows: usize,

@@ -22,7 +22,7 @@ pub struct Admission<'a> {
 #[derive(Clone, Copy, Debug)]
 pub struct Extension<'a> {
     pub slot: u32,
-    /// Blocks in the table so far.
+    /// Number of blocks in the table so far.
     pub first: u32,
     pub blocks: &'a [BlockId],
 }
@@ -31,7 +31,7 @@ pub struct Extension<'a> {
 #[derive(Clone, Copy, Debug)]
 pub struct KnownDrafts<'a> {
     pub slot: u32,
-    /// Tokens of the slot.
+    /// Number of tokens of the slot.
     pub length: u32,
     pub tokens: &'a [u32],
 }
@@ -43,7 +43,7 @@ pub struct StepRows {
     /// Position of the slot, equal to the device's copy.
     pub position: u32,
     pub rows: u32,
-    /// Number of last rows that sample a token.
+    /// Number of rows that sample a token: the last ones.
     pub samples: u32,
 }
 
@@ -62,7 +62,7 @@ const LAST_OF_WORD: u32 = 1 << 31;
 
 /// Returns the minimum words of a plan for `slots` slots.
 pub(super) fn words_min(slots: usize) -> usize {
-    // A run of one word for the tokens, blocks, stop tokens and rules of each slot.
+    // Per slot, four runs of one word each: tokens, blocks, stop tokens and rules.
     HEADER_WORDS + slots * (SEQUENCE_WORDS + ADMISSION_WORDS + 4 * (RUN_WORDS + 1)) + 8
 }
 

@@ -29,7 +29,7 @@ use crate::{
 const BUFFERS: usize = 4;
 /// Bytes of each buffer.
 const BUFFER_BYTES: usize = 16 << 20;
-/// Bytes that a thread reads at once, which fit into its cache until they are checked.
+/// Bytes that a thread reads at once: few enough to stay in its cache until they are checked.
 const PIECE_BYTES: usize = 256 << 10;
 /// Maximum reader threads, enough to saturate host memory.
 const READERS_MAX: usize = 32;

@@ -16,14 +16,14 @@ use crate::{
 /// Maximum number of rows whose elements are quantized to two parts, FP8 numbers whose sum keeps
 /// the precision of bf16.
 const SPLIT_ROWS_MAX: usize = 32;
-/// Maximum number of rows that are always written in bf16, too. More rows are written in bf16 only
-/// for the router of experts.
+/// Maximum number of quantized rows that are always written in bf16 too. More rows are written in
+/// bf16 only for the router of experts.
 const MIRRORED_ROWS_MAX: usize = 256;
 /// Minimum number of FP8 rows for which there is memory: two parts of each of [`SPLIT_ROWS_MAX`]
 /// rows.
 pub(super) const QUANTIZED_ROWS_MIN: usize = 2 * SPLIT_ROWS_MAX;
 
-/// The quantized input of a GEMM in FP8. The next quantization overwrites it.
+/// Quantized input of a GEMM in FP8, which the next quantization overwrites.
 pub(in crate::cuda) struct QuantizedRows {
     /// FP8 `[rows][width]`, or two parts of each row.
     pub data: Range,

@@ -15,7 +15,7 @@ use crate::cuda::{
     sample::{self, SampleOutcome},
 };
 
-/// Download buffers of one frame.
+/// Download buffers of one step.
 #[derive(Debug)]
 pub struct DownloadBuffers {
     pub(super) results: (PinnedMemory<SampleResult>, Event),
@@ -25,7 +25,7 @@ pub struct DownloadBuffers {
     pub(super) end: Event,
     pub(super) mask_wait: MaskWait,
     pub(super) launched_at: Instant,
-    /// Sampled rows of the downloaded frame whose whole logits were gathered from all ranks.
+    /// Sampled rows of the downloaded step whose whole logits were gathered from all ranks.
     pub(super) rows_gathered: u64,
     pub(super) samples: u64,
 }
@@ -42,7 +42,7 @@ pub(super) struct MaskWait {
 }
 
 impl MaskWait {
-    /// Returns the time that the GPU was idle.
+    /// Returns the time that the GPU waited for token bitmasks.
     fn duration(&self) -> Result<Duration, CudaError> {
         match self.awaits {
             true => DeviceClock::between(&self.forwarded, &self.supplied),
@@ -67,7 +67,7 @@ pub struct CudaFrame {
     pub(super) uploaded_bytes: u64,
 }
 
-/// Results of a frame.
+/// Results of a step.
 #[derive(Debug)]
 pub struct Finished {
     /// Outcomes of all sampled rows, in the step's order.

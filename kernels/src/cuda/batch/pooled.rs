@@ -21,7 +21,7 @@ use crate::{
 /// Logits in a group: the shortest row that `baton_gather_rows` copies.
 const GROUP: usize = 8;
 
-/// Pooled values of a step. Their bytes are all hidden states, then all groups of logits.
+/// Pooled values of a step. The device copies all hidden states, then all groups of logits.
 #[derive(Debug, Default)]
 pub(super) struct PooledValues {
     /// Samples whose hidden states are returned.

@@ -12,8 +12,8 @@ use crate::{
     layout::Dtype,
 };
 
-/// Returns the address of the first expert's bias, and the number of elements from one bias to the
-/// next. The address is 0 without biases.
+/// Returns the address of the first expert's bias, or 0 without biases, and the number of elements
+/// from one bias to the next.
 ///
 /// # Panics
 /// When the distance between the biases or their lengths differ, which is a bug.
@@ -34,7 +34,7 @@ fn stacked<'a>(mut biases: impl Iterator<Item = &'a CudaVector>, len: usize) -> 
 
 impl CudaBackend {
     /// Computes the experts in MXFP4 for `inputs`: gate and up with the activation, then down. The
-    /// rows of each expert are those in the lists that routing has written.
+    /// lists that routing has written name the rows of each expert.
     pub(super) fn run_mxfp4(
         &self,
         rows: usize,
