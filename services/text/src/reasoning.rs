@@ -1,7 +1,7 @@
 //! Reasoning in the text of an answer.
 //!
-//! A reasoning model writes its reasoning between two tags before its answer, or as messages of
-//! their own. Each format is one file of this module and one entry of [`FORMATS`].
+//! A reasoning model generates its reasoning between two tags before its answer, or in separate
+//! messages. Each format is one file of this module and one entry of [`FORMATS`].
 //! [`ReasoningParser`] separates the reasoning from the rest of streamed text.
 
 mod harmony;
@@ -27,11 +27,11 @@ pub struct ReasoningFormat {
     pub open: &'static str,
     /// Tag that ends the reasoning.
     pub close: &'static str,
-    /// Text before an answer that is not a tool call.
+    /// Text between the reasoning and an answer that is not a tool call.
     pub before_answer: &'static str,
-    /// Tags that reasoning before the output of a grammar does not contain, because they end it.
+    /// Tags that a grammar forbids within the reasoning, because they end the reasoning.
     pub never_within: &'static [&'static str],
-    /// Text of the chat templates of models that reason in this format.
+    /// Text by which a chat template of this format is recognised.
     in_template: &'static str,
     /// Tags that may be special tokens.
     tags: &'static [&'static str],
@@ -58,7 +58,7 @@ enum FormatParser {
     Messages(MessageParser),
 }
 
-/// Final text of a piece: reasoning, then a part of the rest of the answer.
+/// Text that is final after a piece: reasoning, then a part of the rest of the answer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SplitText {
     pub reasoning: String,
@@ -78,7 +78,7 @@ impl SplitText {
 /// Choice of a model's format of reasoning.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ReasoningChoice {
-    /// The format whose tags the chat template has.
+    /// The format whose tags the chat template contains.
     #[default]
     Auto,
     /// Reasoning stays in the content.
@@ -143,15 +143,15 @@ impl ReasoningFormat {
         tokenizer.token_id(self.close)
     }
 
-    /// Returns the tags that are special tokens: they become text even if the request skips special
-    /// tokens, because the parser needs them.
+    /// Returns the tags that are special tokens. These tokens become text even if the request skips
+    /// special tokens, because the parser needs the tags.
     pub fn shown_tokens(&self, tokenizer: &Tokenizer) -> Vec<u32> {
         let ids = self.tags.iter().filter_map(|tag| tokenizer.token_id(tag));
         ids.filter(|&id| tokenizer.is_special(id)).collect()
     }
 
-    /// Returns the tokens around the headers of messages in an answer that begins at `start`, if
-    /// the format has messages.
+    /// Returns the tokens that begin and end the headers of messages, for an answer that begins at
+    /// `start`. Returns `None` if the format has no messages.
     pub fn header_tokens(
         &self,
         tokenizer: &Tokenizer,

@@ -48,11 +48,11 @@ pub struct HeaderTokens {
     pub begin: [Option<u32>; 3],
     /// Last token of a header.
     pub end: u32,
-    /// Maximum length of a header in bytes. Text after this length is no header, even if the last
-    /// token of the header is missing.
+    /// Maximum length of a header in bytes. Longer text is not part of the header, even if the
+    /// `end` token is missing.
     pub bytes_max: usize,
-    /// Returns whether text at the beginning of the answer may belong to a header, of which a
-    /// `begin` token is still to come. `None` if the answer does not begin with a header.
+    /// Returns whether text at the beginning of the answer, before the first `begin` token, may
+    /// belong to a header. `None` if the answer does not begin with a header.
     pub may_open: Option<fn(&str) -> bool>,
 }
 
@@ -69,8 +69,8 @@ impl HeaderSearch {
         Self { tokens, bytes: None }
     }
 
-    /// Returns whether the next token, which has `bytes` of text, belongs to a header. Text before
-    /// the first of the `begin` tokens belongs to none.
+    /// Returns whether the next token, which has `bytes` bytes of text, belongs to a header. Tokens
+    /// before the first `begin` token do not belong to a header.
     pub fn takes(&mut self, id: u32, bytes: usize) -> bool {
         let HeaderTokens { end, bytes_max, .. } = self.tokens;
         let length = self.bytes.map(|before| before + bytes).filter(|&length| length <= bytes_max);
@@ -106,7 +106,7 @@ pub struct TextStream {
     detokenizer: Detokenizer,
     stops: StopStrings,
     headers: Option<HeaderSearch>,
-    /// Until it is known whether the text so far belongs to a header.
+    /// `Some` until it is known whether the text so far belongs to a header.
     opening: Option<Opening>,
     min_tokens: u32,
     token_count: u32,
@@ -166,8 +166,9 @@ impl TextStream {
         TextDelta { text, stopped: self.stopped }
     }
 
-    /// Processes a token while the text so far may belong to a header. Text that turns out to
-    /// belong to none may have a stop string: then the answer ends with this token.
+    /// Processes a token while the text so far may belong to a header. If the text turns out not to
+    /// belong to a header, searches the text for stop strings. A stop string that is found ends the
+    /// answer with this token.
     fn take_opening(&mut self, mut opening: Opening, id: u32, piece: &str, text: &mut String) {
         if self.headers.as_ref().is_some_and(|headers| headers.begins_with(id)) {
             text.push_str(&opening.text);

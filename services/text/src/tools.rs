@@ -1,9 +1,9 @@
 //! Tool calls in the text of an answer.
 //!
-//! Models write calls as text, each family in its own format. A format is one file of this module
-//! and one entry of [`FORMATS`]. [`ToolParser`] processes streamed text and separates calls from
-//! content. It does not enforce that a call is made, or that its arguments match the tool's schema;
-//! only a grammar can enforce this ([`ToolSyntax`]).
+//! Models generate calls as text, each model family in its own format. A format is one file of this
+//! module and one entry of [`FORMATS`]. [`ToolParser`] processes streamed text and separates calls
+//! from content. The parser enforces neither that the model makes a call nor that the arguments
+//! match the tool's schema. Only a grammar can enforce this ([`ToolSyntax`]).
 
 mod function;
 mod json_object;
@@ -108,7 +108,7 @@ pub struct ParameterSyntax {
     pub text_end: Option<&'static str>,
 }
 
-/// Syntax of calls without anything around their parts.
+/// Syntax of calls without any text around their parts.
 const PLAIN: ToolSyntax = ToolSyntax {
     begin: "",
     before_name: "",

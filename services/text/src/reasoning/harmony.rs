@@ -3,9 +3,9 @@
 //! `<|start|>assistant<|channel|>final<|message|>CONTENT<|return|>` and
 //! `<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>`.
 //!
-//! Models also write malformed headers, which are no errors. Text that cannot belong to a header is
-//! content. If a header names a known channel and does not end, the text after the channel is a
-//! message of this channel. A message of an unknown channel is content.
+//! Models also generate malformed headers, which are not errors. Text that cannot belong to a
+//! header is content. If a header with a known channel has no `<|message|>`, the text after the
+//! channel is a message of this channel. A message of an unknown channel is content.
 
 use super::{ReasoningFormat, ReasoningStart, ReasoningSyntax, SplitText, partial_tag};
 use crate::{stream::HeaderTokens, tokenizer::Tokenizer};
@@ -56,8 +56,8 @@ pub(super) const FORMAT: ReasoningFormat = ReasoningFormat {
     syntax: ReasoningSyntax::Messages,
 };
 
-/// Returns the tokens around the headers of an answer that begins at `start`; `None` if no token
-/// ends a header.
+/// Returns the tokens that begin and end the headers of an answer that begins at `start`. Returns
+/// `None` if `<|message|>` is not a token of the vocabulary.
 pub(super) fn header_tokens(tokenizer: &Tokenizer, start: ReasoningStart) -> Option<HeaderTokens> {
     let begin = [END, START, CHANNEL].map(|tag| tokenizer.token_id(tag));
     let end = tokenizer.token_id(MESSAGE)?;
@@ -67,12 +67,12 @@ pub(super) fn header_tokens(tokenizer: &Tokenizer, start: ReasoningStart) -> Opt
     Some(HeaderTokens { begin, end, bytes_max: HEADER_BYTES_MAX, may_open })
 }
 
-/// Parser of the messages in an answer. Calls remain text, all of them in the form
-/// `<|channel|>commentary to=RECIPIENT <|constrain|>json<|message|>ARGUMENTS<|call|>`.
+/// Parser of the messages in an answer. Tool calls stay in the text. The parser rewrites all of
+/// them to `<|channel|>commentary to=RECIPIENT <|constrain|>json<|message|>ARGUMENTS<|call|>`.
 #[derive(Clone, Debug)]
 pub(super) struct MessageParser {
     place: Place,
-    /// Text that is held back, because it may be the beginning of a tag.
+    /// Text that is held back because it may begin a tag.
     held: String,
     /// Whether an earlier message has reasoning.
     has_reasoning: bool,
@@ -131,7 +131,7 @@ impl MessageParser {
             && self.held.is_empty()
             && !text.contains(TAG_BEGIN)
         {
-            // Most text, which needs no copy.
+            // Most pieces are such text. They are emitted without a copy.
             out.push(match kind {
                 MessageKind::Reasoning => SplitText::of_reasoning(text),
                 MessageKind::Content | MessageKind::Call => SplitText::of_rest(text),
@@ -262,13 +262,13 @@ impl Header {
         self.before.len() + self.channel.as_ref().map_or(0, String::len)
     }
 
-    /// Returns the words before the channel, without the first word if it may be any role.
+    /// Returns the words before the channel, without the role after `<|start|>`.
     fn words(&self) -> impl Iterator<Item = &str> {
         self.before.split_whitespace().skip(usize::from(self.takes_role))
     }
 
     /// Ends the header at `<|message|>`. Returns the kind of the message, and the text to emit
-    /// before the message: for a call the header in the usual form.
+    /// before the message: the rewritten header of a tool call, otherwise nothing.
     fn message(&self) -> (MessageKind, String) {
         if let Some(recipient) = self.recipient() {
             let call = format!("{CHANNEL}commentary to={recipient} {CONSTRAIN}json{MESSAGE}");
@@ -279,9 +279,9 @@ impl Header {
         (known.map_or(MessageKind::Content, |(_, kind)| *kind), String::new())
     }
 
-    /// Ends the header without `<|message|>`. Returns the kind of the message, and the text after
-    /// the header, which begins the message. A header that is too long is text as a whole, so that
-    /// nothing is lost.
+    /// Ends a header that has no `<|message|>`. Returns the kind of the message, and the text that
+    /// begins the message. If the header is too long, its details are part of this text too: long
+    /// text is no header.
     fn message_within(&self) -> (MessageKind, String) {
         let fits = self.length() <= HEADER_BYTES_MAX;
         let Some(channel) = &self.channel else {

@@ -124,8 +124,9 @@ impl TagParser {
         }
     }
 
-    /// Returns whether text within the reasoning needs no search for the closing tag, and nothing
-    /// of it is held back. Most text does, and it is not copied.
+    /// Returns whether text within the reasoning is reasoning as a whole: it contains no first
+    /// character of the closing tag and does not end with white space. Most pieces are such text,
+    /// which is emitted without a copy.
     fn is_reasoning(&self, text: &str) -> bool {
         let tag_begin = self.format.close.as_bytes().first();
         !text.ends_with(char::is_whitespace) && !text.bytes().any(|byte| Some(&byte) == tag_begin)

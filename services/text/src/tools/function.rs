@@ -2,9 +2,10 @@
 
 use serde_json::{Map, Value};
 
-/// Depth of references and alternatives up to which the types of a schema are read.
+/// Maximum depth of references and alternatives to which the types of a schema are read.
 const DEPTH_MAX: usize = 8;
-/// Schemas of a function that are read for the types of its parameters. The others allow any type.
+/// Maximum number of a function's schemas that are read for the types of its parameters. Further
+/// schemas count as schemas that allow any type.
 const SCHEMAS_MAX: usize = 10_000;
 
 /// A function that an answer may call.
@@ -77,8 +78,8 @@ impl JsonTypes {
         Self(all.fold(0, |bits, types| bits | types.0))
     }
 
-    /// Returns the types that a schema allows, as far as its keywords name types.
-    /// Visits at most `left` schemas: references may repeat.
+    /// Returns the types that a schema allows, as far as its keywords name types. Visits at most
+    /// `left` schemas, because references may repeat.
     fn allowed_by(
         schema: &Value,
         root: &Map<String, Value>,

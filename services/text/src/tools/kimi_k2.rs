@@ -19,7 +19,7 @@ pub(super) const FORMAT: ToolFormat = ToolFormat {
     syntax: ToolSyntax {
         begin: "<|tool_calls_section_begin|>",
         before_name: "<|tool_call_begin|>functions.",
-        // The model counts its calls here, and nothing reads the number.
+        // The model numbers its calls here. Baton does not read the number.
         before_arguments: ":0<|tool_call_argument_begin|>",
         after_arguments: "<|tool_call_end|>",
         end: "<|tool_calls_section_end|>",

@@ -8,7 +8,8 @@ use super::{
 /// Maximum size of the text before the arguments, in bytes: a name, an id and tags.
 const HEADER_BYTES_MAX: usize = 1024;
 
-/// Parser of a name and a JSON object. The name ends with `name_end`, or where the object begins.
+/// Parser of a name and a JSON object. The name ends with `name_end`, or at the beginning of the
+/// object.
 #[derive(Debug)]
 pub(super) struct NamedBody {
     name_end: &'static str,

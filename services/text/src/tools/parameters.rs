@@ -34,7 +34,7 @@ pub(super) struct ParameterBody {
     key: String,
     /// Strings in the value, if the value must be JSON.
     strings: Option<JsonStrings>,
-    /// The parameters so far, with values in JSON. Of a repeated one the last value counts.
+    /// The parameters so far, with values in JSON. If a parameter repeats, its last value counts.
     parameters: Vec<(String, String)>,
 }
 
@@ -168,7 +168,7 @@ impl CallBody for ParameterBody {
                 _ => CallStep::Broken,
             },
             Position::Value => {
-                // A string of JSON may contain the tag.
+                // A JSON string may contain the tag.
                 if self.strings.as_mut().is_some_and(|strings| strings.are_open_after(last)) {
                     return CallStep::More;
                 }
@@ -216,7 +216,7 @@ impl JsonTypes {
             return string();
         }
         let trimmed = text.trim();
-        // Some models write the words of Python.
+        // Some models generate Python's words for true, false and null.
         let word = match trimmed {
             "True" => "true",
             "False" => "false",

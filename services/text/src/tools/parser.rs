@@ -1,12 +1,12 @@
 //! Separates tool calls from content in the text of one answer.
 //!
 //! Text arrives in pieces of any size, which do not affect the result. Content is emitted at once,
-//! except text that may still belong to a call: white space, the beginning of a tag, or a call so
-//! far. A call is emitted when its arguments are complete. Text that turns out not to be a call
-//! (broken JSON, a function that was not offered, an answer that the model ends within a call) is
-//! emitted unchanged as content. If something else cuts the answer within a call, the incomplete
-//! call is emitted. White space directly before and after a call belongs to the call. Held text is
-//! at most the rest of the answer, whose length is bounded.
+//! except text that may still belong to a call: white space, the beginning of a tag, or an
+//! incomplete call. A call is emitted when its arguments are complete. Text that turns out not to
+//! be a call (broken JSON, a function that was not offered, an answer that the model ends within a
+//! call) is emitted unchanged as content. If something else cuts the answer within a call, the
+//! incomplete call is emitted. White space directly before and after a call belongs to the call.
+//! Held text is at most the rest of the answer, whose length is bounded.
 
 use std::sync::Arc;
 
@@ -94,9 +94,9 @@ impl ToolParser {
         }
     }
 
-    /// Ends an answer that was cut, for example by its maximum length. Within a call the call is
-    /// emitted as far as it goes. Without its function nothing of it is emitted, unless the text
-    /// may also be an answer without tags.
+    /// Ends an answer that was cut, for example by its maximum length. An incomplete call is
+    /// emitted as far as it goes. If the function of the call is still unknown, the text of the
+    /// call is emitted as content only if the call has no opening tag.
     pub fn finish_cut(&mut self, out: &mut Vec<ToolPiece>) {
         match &self.state {
             ParserState::Opened { .. } => {}
@@ -127,8 +127,9 @@ impl ToolParser {
         }
     }
 
-    /// Returns the number of bytes at the beginning of `text` that are content: all up to a
-    /// character that begins a tag, without white space before it. 0 where calls have other forms.
+    /// Returns the number of bytes at the beginning of `text` that are content: all bytes up to a
+    /// character that may begin a tag, without the white space before this character. Returns 0 in
+    /// a state in which other text may belong to a call.
     fn content_bytes(&self, text: &str) -> usize {
         let is_between = matches!(self.state, ParserState::Text);
         if !is_between || self.is_bare || self.closed.is_some() {
