@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
   constexpr int TILE_BYTES = kPage * HD * 2;  // of K; V likewise
   constexpr int COPIES = kPage * CHUNKS / 32;
   constexpr int KS = HD / 16;
-  constexpr int LEAST_PAGES = WARPS * 4;  // per CTA, where an average row has as many
+  constexpr int LEAST_PAGES = WARPS * 4;  // minimum pages of a share, if an average row has as many
   constexpr int ROW_F = HD + 4;  // floats of a head in the merge area: O, m, l and padding
   extern __shared__ __align__(128) char smem[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;

@@ -57,11 +57,12 @@ BATON_API int64_t baton_group_arena_bytes(int32_t ranks, int64_t message_bytes);
 /* Resets this rank's arena: fills all words but the first few with 0xff. The caller resets `fault`. All ranks pass a
  * barrier before and after, with no call in flight. Not in a graph. */
 BATON_API int32_t baton_group_reset(const baton_group *group, void *stream);
-/* Aborts the waits of calls in flight and of later calls, until the next reset. `stream` differs from their stream. */
+/* Aborts the waits of calls in flight and of later calls, until the next reset. `stream` is not the stream of these
+ * calls. */
 BATON_API int32_t baton_group_stop(const baton_group *group, void *stream);
-/* out = the sum of all ranks' x, in f32 in the order of the ranks: bitwise equal on all ranks. Without a norm it
- * is rounded to T once; with one, residual[row] += sum (one shot: not rounded before), out = residual[row] / sqrt(mean of
- * its squares + eps) * weight. BATON_TOO_SMALL for messages larger than the arenas allow.
+/* out = the sum of all ranks' x, in f32 in the order of the ranks: bitwise equal on all ranks. Without a norm, the sum
+ * is rounded to T once. With a norm, residual[row] += sum, then out = residual[row] / sqrt(mean of its squares + eps) *
+ * weight; only two-shot rounds the sum before the addition. BATON_TOO_SMALL for messages larger than the arenas allow.
  * A wait of more than timeout_ns is aborted: `fault` is set, results are undefined, and every later call returns
  * at once until all ranks have reset. */
 BATON_API int32_t baton_all_reduce(const baton_group *group, const baton_all_reduce_args *args, void *stream);
@@ -72,11 +73,11 @@ BATON_API int32_t baton_group_gather(const baton_group *group, const baton_gathe
 /* Returns the bytes of scratch for this number of padded samples: with 1 rank for baton_sample, otherwise for
  * baton_group_sample. */
 BATON_API uint64_t baton_group_sample_scratch_bytes(int32_t ranks, int32_t samples_max, int32_t vocabulary);
-/* baton_sample with logits sharded over the ranks of a group: `args->logits` has this rank's tokens; rank r has the tokens
- * from firsts[r] up to firsts[r + 1] (ranks + 1 numbers in host memory; whole runs of 1,024 but for the end), `args->vocabulary`
- * counts all. Results are bitwise equal on all ranks and equal to those of baton_sample over the whole rows. `reserved`
- * of a result is 1 where logits were gathered for it. After an aborted wait results are undefined, and some may be those
- * of an earlier call. */
+/* baton_sample with logits sharded over the ranks of a group: `args->logits` has this rank's tokens. Rank r has the
+ * tokens from firsts[r] up to firsts[r + 1] (ranks + 1 numbers in host memory), in whole runs of 1,024 except at the
+ * end of the vocabulary. `args->vocabulary` counts the tokens of all ranks. Results are bitwise equal on all ranks, and
+ * equal to those of baton_sample over the whole rows. `detail` of a result is 1 if the row's logits were gathered.
+ * After an aborted wait, results are undefined, and some may be those of an earlier call. */
 BATON_API int32_t baton_group_sample(const baton_group *group, const baton_pool *pool, const baton_step *step,
                                      const baton_sample_args *args, const int32_t *firsts, void *stream);
 

@@ -147,7 +147,7 @@ class Channel {
 template <class Rows>
 struct RowItems {
   const Rows& rows;
-  int row_items;  // that a rank sends of a row
+  int row_items;  // items of a row that a rank sends
 
   __device__ int row_of(int item) const { return blockIdx.y + item / row_items * gridDim.y; }
   __device__ void read(int item, uint32_t (&words)[ITEM_WORDS]) const {

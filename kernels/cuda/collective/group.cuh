@@ -15,7 +15,7 @@ constexpr int GROUP_MAX = BATON_GROUP_RANKS_MAX;
 struct State {
   uint32_t calls;
   uint32_t arrived;  // CTAs of the running call that have read `calls`
-  uint32_t stopped;  // by the host, or by a thread that waited for too long
+  uint32_t stopped;  // not 0: the host, or a thread whose wait timed out, has stopped the group
   uint32_t reserved;
 };
 

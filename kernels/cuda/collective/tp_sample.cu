@@ -240,7 +240,7 @@ struct Candidates {
 struct Logits {
   const Arguments& in;
   const float* own;
-  float* row;  // of all tokens; may hold this rank's
+  float* row;  // logits of all tokens; may already hold this rank's logits
 
   __device__ uint32_t read(int word) const {
     const int id = in.first + word;

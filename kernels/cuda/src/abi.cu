@@ -19,7 +19,7 @@ static_assert(sizeof(baton_sampling) == 64 && sizeof(baton_slot) == 16);
 static_assert(sizeof(baton_plan_header) == 64 && sizeof(baton_plan_sequence) == 16);
 static_assert(sizeof(baton_plan_admission) == 96 && sizeof(baton_plan_run) == 20);
 static_assert(sizeof(baton_sample_result) == 32 && sizeof(baton_attention_plan) == 184);
-// The sum of their fields: the compiler adds none.
+// Each size is the sum of the fields, so the compiler adds no padding.
 static_assert(sizeof(baton_sample_args) == 7 * 8 + 4 * 4);
 static_assert(sizeof(baton_skinny_gemm_args) == 21 * 8 + 14 * 4);
 static_assert(sizeof(baton_quantize_args) == 7 * 8 + 6 * 4);

@@ -31,7 +31,7 @@ __device__ uint64_t block_max(uint64_t own, uint64_t* shared) {
 __global__ void __launch_bounds__(THREADS)
     draft_kernel(const baton_pool pool, const baton_step step, int row_tokens, int shortest, int longest) {
   __shared__ uint64_t shared[THREADS / WARP];
-  __shared__ int32_t end[NGRAM_MAX];  // the last tokens, backwards
+  __shared__ int32_t end[NGRAM_MAX];  // the slot's last tokens in reverse order
   pdl_wait_and_release();
   const int sequence = blockIdx.x;
   const int slot = step.sequence_slots[sequence];

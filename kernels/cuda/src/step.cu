@@ -88,7 +88,7 @@ __device__ void apply_plan(const baton_pool& pool, const uint32_t* words, const 
   }
 }
 
-// Returns the sums of one sequence. `samples` and `rows` above 0 replace the numbers of the plan.
+// Returns the sums of one sequence. Where `samples` or `rows` is above 0, it replaces the plan's number.
 __device__ Sums sums_of(const baton_plan_sequence& sequence, int length, int samples, int rows) {
   return {rows > 0 ? rows : sequence.row_count, samples > 0 ? samples : sequence.sample_count,
           (length + TOKENS - 1) / TOKENS};
