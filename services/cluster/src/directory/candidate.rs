@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use config::NodePolicy;
+use foldhash::HashSet;
 
 use super::{
     NodeKey,
@@ -43,6 +44,8 @@ pub(super) fn known_costs(
 pub(super) struct Candidate<'a> {
     pub(super) key: NodeKey,
     pub(super) role: Role,
+    /// Whether the node takes the calls of both roles.
+    pub(super) takes_both: bool,
     pub(super) member: &'a Member,
     pub(super) seen: &'a NodeReports,
     pub(super) need: AttemptLoad,
@@ -51,6 +54,12 @@ pub(super) struct Candidate<'a> {
 }
 
 impl Candidate<'_> {
+    /// Returns the same node as a prefill candidate.
+    pub(super) fn as_prefill(&self) -> Self {
+        let need = self.need.without_answer();
+        Self { role: Role::Prefill, need, state: None, ..*self }
+    }
+
     pub(super) fn assigned(&self) -> (NodeKey, AttemptLoad) {
         (self.key, self.need)
     }
@@ -175,18 +184,24 @@ pub(super) struct AttemptLoad {
     pub(super) uncached_tokens: u64,
     /// Number of needed blocks that are not cached.
     pub(super) blocks: u64,
+    /// Blocks of `blocks` that only the answer needs.
+    answer_blocks: u32,
 }
 
 impl AttemptLoad {
-    pub(super) fn of(role: Role, seen: &NodeReports, requirements: &NodeRequirements<'_>) -> Self {
+    /// `resident_guess`: expected number of blocks in the prefix cache. Set to the number found.
+    pub(super) fn of(
+        role: Role,
+        seen: &NodeReports,
+        requirements: &NodeRequirements<'_>,
+        resident_guess: &mut usize,
+    ) -> Self {
         let identity = &seen.record.identity;
         let block_size = identity.block_size;
         let keys = requirements.prefix.iter().find(|keys| keys.are_of(identity));
         let keys = keys.map_or(&[][..], PrefixKeys::keys);
-        // A node evicts the tail of a prefix before its head. So the cached keys come first, and a
-        // binary search finds their number. If every layer has a sliding window, a node evicts the
-        // head of a prompt longer than the window first, and the number is only an estimate.
-        let resident = keys.partition_point(|key| seen.cached.contains(key));
+        let resident = resident_prefix(keys, &seen.cached, *resident_guess);
+        *resident_guess = resident;
         let (loaded, load_ms) = tier_hits(seen, &keys[resident..]);
         let hits = resident + loaded;
         // The last token is always computed, because sampling needs its logits.
@@ -202,6 +217,7 @@ impl AttemptLoad {
             uncached_tokens: u64::from(requirements.tokens - cached_tokens),
             // Loaded blocks take memory, too.
             blocks: u64::from(blocks - resident_blocks),
+            answer_blocks: blocks - self::blocks(Role::Prefill, block_size, requirements),
             load_ms,
         }
     }
@@ -212,18 +228,37 @@ impl AttemptLoad {
         let block_size = seen.record.identity.block_size;
         let uncached_tokens = (requirements.tokens - 1) % block_size + 1;
         let cached_tokens = requirements.tokens - uncached_tokens;
-        Self { cached_tokens, load_ms: 0.0, uncached_tokens: uncached_tokens.into(), blocks: 1 }
+        Self {
+            cached_tokens,
+            load_ms: 0.0,
+            uncached_tokens: uncached_tokens.into(),
+            blocks: 1,
+            answer_blocks: 0,
+        }
     }
 
-    /// Returns the attempt's load if the node only prefills. `self`: the load if it also decodes.
-    pub(super) fn without_answer(
-        self,
-        seen: &NodeReports,
-        requirements: &NodeRequirements<'_>,
-    ) -> Self {
-        let of = |role| blocks(role, seen.record.identity.block_size, requirements);
-        let answer_blocks = of(Role::Decode) - of(Role::Prefill);
-        Self { blocks: self.blocks - u64::from(answer_blocks), ..self }
+    /// Returns the attempt's load if the node only prefills.
+    fn without_answer(self) -> Self {
+        let blocks = self.blocks - u64::from(self.answer_blocks);
+        Self { blocks, answer_blocks: 0, ..self }
+    }
+}
+
+/// Returns the number of leading `keys` that are in `cached`. Two lookups find it if it equals
+/// `guess`.
+///
+/// A node evicts the tail of a prefix before its head. So the cached keys come first, and a binary
+/// search finds their number. If every layer has a sliding window, a node evicts the head of a
+/// prompt longer than the window first, and the number is only an estimate.
+fn resident_prefix(keys: &[u128], cached: &HashSet<u128>, guess: usize) -> usize {
+    let is_cached = |key: &u128| cached.contains(key);
+    let (head, tail) = keys.split_at(guess.min(keys.len()));
+    match (head, tail) {
+        ([head @ .., last], _) if !is_cached(last) => head.partition_point(is_cached),
+        (_, [first, tail @ ..]) if is_cached(first) => {
+            head.len() + 1 + tail.partition_point(is_cached)
+        }
+        _ => head.len(),
     }
 }
 
@@ -247,5 +282,21 @@ fn tier_hits(seen: &NodeReports, keys: &[u128]) -> (usize, f64) {
     match compute_ms.is_none_or(|compute_ms| load_ms < compute_ms) {
         true => (hits, load_ms),
         false => (0, 0.0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn resident_prefix_is_found_from_every_guess() {
+        let keys: Vec<u128> = (0..9).map(|key| key * 7).collect();
+        for resident in 0..=keys.len() {
+            let cached = keys[..resident].iter().copied().collect();
+            for guess in 0..=keys.len() + 1 {
+                assert_eq!(resident_prefix(&keys, &cached, guess), resident, "guess {guess}");
+            }
+        }
     }
 }

@@ -71,6 +71,7 @@ impl Directory {
         (sends && misfit.is_none()).then(|| Candidate {
             key: member.node,
             role: Role::Prefill,
+            takes_both: seen.record.both_roles,
             member,
             seen,
             need: AttemptLoad::of_sender(seen, requirements),

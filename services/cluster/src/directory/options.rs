@@ -151,14 +151,17 @@ fn order_by_part<'a>(
     nodes: &'a [Candidate<'a>],
     part_ms: impl Fn(&Candidate<'_>) -> f64,
 ) -> Vec<&'a Candidate<'a>> {
-    let mut ranked: Vec<_> = nodes.iter().map(|node| (part_ms(node), node)).collect();
-    let lowest_ms = ranked.iter().map(|(ms, _)| *ms).fold(f64::INFINITY, f64::min);
+    let mut ranked: Vec<_> = nodes
+        .iter()
+        .map(|node| (part_ms(node), node.member.in_flight, node.member.last_picked, node))
+        .collect();
+    let lowest_ms = ranked.iter().map(|(ms, ..)| *ms).fold(f64::INFINITY, f64::min);
     let equal_ms = lowest_ms * (1.0 + EQUAL_WITHIN);
-    ranked.sort_by(|(a_ms, a), (b_ms, b)| {
-        let tie = |node: &Candidate<'_>| (node.member.in_flight, node.member.last_picked);
-        a_ms.max(equal_ms).total_cmp(&b_ms.max(equal_ms)).then_with(|| tie(a).cmp(&tie(b)))
+    ranked.iter_mut().for_each(|(ms, ..)| *ms = ms.max(equal_ms));
+    ranked.sort_by(|(a_ms, a_in_flight, a_picked, _), (b_ms, b_in_flight, b_picked, _)| {
+        a_ms.total_cmp(b_ms).then((a_in_flight, a_picked).cmp(&(b_in_flight, b_picked)))
     });
-    ranked.into_iter().map(|(_, node)| node).collect()
+    ranked.into_iter().map(|(.., node)| node).collect()
 }
 
 /// Orders nodes by the time of joining.

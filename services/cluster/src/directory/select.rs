@@ -31,6 +31,7 @@
 //! first. The selection is deterministic.
 
 use std::{
+    cell::LazyCell,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -214,7 +215,7 @@ impl Directory {
     /// Returns the eligible nodes of a role, or the reason of the node closest to eligible. Adds
     /// the model's other nodes to `ineligible`. If only open breakers exclude decode nodes, those
     /// nodes are eligible: they may have recovered, and the request has no other node. `decode`: the
-    /// decode candidates, whose cached prefixes are already known.
+    /// decode candidates, for the prefill candidates among them.
     pub(super) fn candidates<'a>(
         &'a self,
         now: Instant,
@@ -223,26 +224,45 @@ impl Directory {
         decode: &[Candidate<'a>],
         ineligible: &mut Vec<(&'a Member, NoNode)>,
     ) -> Result<Vec<Candidate<'a>>, NoNode> {
-        let listed = self.members.values().filter(|member| self.takes(member, role)).count();
         let mut nearest = (NoNode::NoneListed { role }, false);
-        let (mut candidates, mut broken) = (Vec::new(), Vec::new());
-        for (key, member) in self.members.iter().filter(|(_, m)| self.takes(m, role)) {
+        let (mut candidates, mut broken) = (Vec::with_capacity(self.members.len()), Vec::new());
+        // Nodes often have as much of a prompt as the node before: a common prefix, or nothing.
+        let mut resident_before = 0;
+        let listed = LazyCell::new(|| {
+            self.members.values().filter(|member| self.takes(member, role)).count()
+        });
+        // A prefill node must fit in no respect in which a decode node need not. Breakers and
+        // exclusions are checked for each role.
+        let is_open = |node: &Candidate<'_>| node.member.breaker.refuses(now).is_some();
+        let is_checked =
+            requirements.exclude_prefill.is_empty() && !decode.first().is_some_and(is_open);
+        let mut checked = if is_checked { decode } else { &[] }.iter().peekable();
+        for (&key, member) in &self.members {
+            // Both lists are in the order of keys.
+            if let Some(node) = checked.next_if(|node| node.key == key) {
+                candidates.extend(node.takes_both.then(|| node.as_prefill()));
+                continue;
+            }
+            if !self.takes(member, role) {
+                continue;
+            }
             let misfit = member.seen.as_ref().map(|seen| misfit(role, &seen.record, requirements));
             let fits = misfit == Some(None);
-            let candidate = |seen: &'a NodeReports| {
-                let known = decode.binary_search_by_key(key, |node| node.key);
-                let need = match known {
-                    Ok(index) => decode[index].need.without_answer(seen, requirements),
-                    Err(_) => AttemptLoad::of(role, seen, requirements),
-                };
-                Candidate { key: *key, role, member, seen, need, state: None }
+            let mut candidate = |seen: &'a NodeReports| Candidate {
+                key,
+                role,
+                takes_both: self.takes(member, Role::Prefill) && self.takes(member, Role::Decode),
+                member,
+                seen,
+                need: AttemptLoad::of(role, seen, requirements, &mut resident_before),
+                state: None,
             };
             match eligible(now, role, member, misfit.flatten(), requirements) {
                 Err(reason) => {
                     if let (Some(NoNode::Broken { .. }), Some(seen)) = (&reason, &member.seen) {
                         broken.push(candidate(seen));
                     }
-                    let reason = reason.unwrap_or(NoNode::NoneUp { role, listed });
+                    let reason = reason.unwrap_or_else(|| NoNode::NoneUp { role, listed: *listed });
                     if !matches!(reason, NoNode::OtherModel { .. }) {
                         ineligible.push((member, reason.clone()));
                     }
