@@ -208,9 +208,9 @@ impl RouterCore {
         self.in_flight.total()
     }
 
-    /// Returns the maximum number of answers in flight.
-    pub fn in_flight_max(&self) -> u32 {
-        self.in_flight.max()
+    /// Returns the number of answers that the flow can have in flight at most.
+    pub fn in_flight_max(&self, flow: &Flow) -> u32 {
+        self.in_flight.max_of(flow)
     }
 
     /// Returns the number of answers that wait for a node.

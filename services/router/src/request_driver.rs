@@ -170,7 +170,8 @@ async fn prepare(
     let ParsedRequest { request_id, tenant, model, mut fields, with_text, .. } = parsed;
     let NamedModel { model, adapter, .. } = model;
     check_output(front, &model, &fields.options)?;
-    let parallel = check_answer_count(front, record.caller(), &fields)?;
+    let flow = record.caller().flow(tenant.as_ref());
+    let parallel = check_answer_count(front, record.caller(), &flow, &fields)?;
     let mut options = fields.options.or(model.text.sampling_defaults());
     let calls = offer_tools(&mut fields.tools, &mut options, &model, request_id)?;
     let stops = StopStrings::new(&options.stop, options.include_stop)
@@ -178,7 +179,6 @@ async fn prepare(
     if record.connection().is_late {
         return Err(LoadBound::Stopping.into());
     }
-    let flow = record.caller().flow(tenant.as_ref());
     let streams = record.caller().open_streams(parallel)?;
     let wait_max = front.settings.router.waiting_timeout;
     let admitted = front.router.admit(&ArrivedRequest {
@@ -361,9 +361,10 @@ async fn tokenize(
 fn check_answer_count(
     front: &Front,
     caller: &Caller,
+    flow: &Flow,
     fields: &GenerationFields,
 ) -> Result<u32, FieldError> {
-    let admitted_max = front.router.with(|core| core.in_flight_max());
+    let admitted_max = front.router.with(|core| core.in_flight_max(flow));
     let admitted_max = admitted_max.min(caller.streams_max().unwrap_or(u32::MAX));
     let answers_max = CHOICES_PER_REQUEST_MAX.min(admitted_max as usize);
     let answer_count = fields.prompts.len().saturating_mul(fields.choices as usize);

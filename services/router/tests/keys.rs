@@ -410,6 +410,20 @@ async fn request_beyond_a_limit_is_rejected_and_other_keys_are_not() {
 }
 
 #[tokio::test]
+async fn more_choices_than_a_key_can_ever_have_are_invalid() {
+    let (_folder, mut settings) = with_keys(&[("a", "key-a", "")]);
+    settings.router.requests_max = 16;
+    let cluster = Cluster::start_with(settings, 0, 1, ANSWER).await;
+    let choices = |n| json!({"prompt": "a", "max_tokens": 1, "n": n});
+    let answer = post(&cluster.client, "/v1/completions", "key-a", &choices(15)).await;
+    assert_eq!(answer.status, 400);
+    assert_eq!(answer.error()["param"], "n");
+    assert!(answer.message().contains("at most 14"), "{}", answer.message());
+    let answer = post(&cluster.client, "/v1/completions", "key-a", &choices(14)).await;
+    assert_eq!(answer.status, 200);
+}
+
+#[tokio::test]
 async fn streams_of_a_key_are_limited_until_they_end() {
     let (_folder, settings) = with_keys(&[("a", "key-a", "streams_max = 2")]);
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;

@@ -41,6 +41,19 @@ impl FlowLimit {
         self.max
     }
 
+    /// Returns the number of places that the flow can have when no other flow has any.
+    pub fn max_of(&self, flow: &Flow) -> u32 {
+        match flow.name {
+            FlowName::Shared => self.max,
+            _ => self.open_max(),
+        }
+    }
+
+    /// Returns the number of places without the headroom.
+    fn open_max(&self) -> u32 {
+        self.max - self.max / HEADROOM
+    }
+
     /// Returns the number of taken places.
     pub fn total(&self) -> u32 {
         self.total
@@ -53,8 +66,10 @@ impl FlowLimit {
             return Err(LimitReached::All);
         }
         let own = self.taken.get(&flow.name).map_or(0, |taken| taken.count);
-        let open_max = self.max - self.max / HEADROOM;
-        if total > open_max && flow.name != FlowName::Shared && own + count > self.share(flow) {
+        if total > self.open_max()
+            && flow.name != FlowName::Shared
+            && own + count > self.share(flow)
+        {
             return Err(LimitReached::Share);
         }
         self.add(flow, count);
@@ -84,8 +99,7 @@ impl FlowLimit {
         let others = self.taken.iter().filter(|(name, _)| **name != flow.name);
         let weights: u64 = others.map(|(_, taken)| u64::from(taken.weight)).sum();
         let own = u64::from(flow.weight);
-        let open_max = self.max - self.max / HEADROOM;
-        (u64::from(open_max) * own / (own + weights).max(1)) as u32
+        (u64::from(self.open_max()) * own / (own + weights).max(1)) as u32
     }
 }
 
@@ -127,6 +141,18 @@ mod tests {
         assert_eq!(take_all(&mut limit, &c), (8, LimitReached::All));
         limit.add(&a, 1);
         limit.release(&a.name, 1);
+    }
+
+    #[test]
+    fn flow_alone_may_take_at_once_what_it_can_have() {
+        for flow in [key("a", 1), key("b", 7), Flow::new(FlowName::Shared)] {
+            for max in [1, 7, 8, 64] {
+                let mut limit = FlowLimit::new(max);
+                let most = limit.max_of(&flow);
+                limit.take(&flow, most + 1).unwrap_err();
+                limit.take(&flow, most).unwrap();
+            }
+        }
     }
 
     #[test]
