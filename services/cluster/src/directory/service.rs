@@ -324,7 +324,7 @@ impl Directory {
             member.latency = Latency::default();
             self.node_changed(key, None, "probes were served, and none was measured".into());
         }
-        let of_node = self.pair_breakers.iter_mut().filter(|((prefill, _), _)| *prefill == key);
+        let of_node = self.pair_breakers.range_mut((key, NodeKey(0))..=(key, NodeKey(u64::MAX)));
         of_node.for_each(|(_, breaker)| _ = breaker.released(id));
     }
 

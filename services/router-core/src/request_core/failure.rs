@@ -170,7 +170,7 @@ impl AttemptFailure {
     fn call(side: AttemptSide, error: &CallError) -> Self {
         let is_broken = error.is_broken;
         let cause = match error.code {
-            GrpcCode::RESOURCE_EXHAUSTED => FailureCause::Busy,
+            GrpcCode::RESOURCE_EXHAUSTED if !is_broken => FailureCause::Busy,
             GrpcCode::UNAVAILABLE if is_broken => FailureCause::Lost,
             GrpcCode::UNAVAILABLE => FailureCause::Draining,
             GrpcCode::INVALID_ARGUMENT => FailureCause::Invalid,
@@ -298,6 +298,9 @@ mod tests {
         let busy = failure(AttemptSide::Prefill, GrpcCode::RESOURCE_EXHAUSTED, false);
         assert_eq!((busy.cause, busy.side), (FailureCause::Busy, AttemptSide::Prefill));
         assert!(busy.is_refusal() && refused.is_refusal() && !broken.is_refusal());
+        // A connection that is closed because of its many resets.
+        let closed = failure(AttemptSide::Decode, GrpcCode::RESOURCE_EXHAUSTED, true);
+        assert_eq!((closed.cause, closed.blame()), (FailureCause::Lost, Some(Blame::Node)));
         // The router observes the node again, and logs why the node rejects its tokens.
         let unread = failure(AttemptSide::Decode, GrpcCode::UNIMPLEMENTED, false);
         assert_eq!((unread.cause, unread.blame()), (FailureCause::NoGrammar, None));
