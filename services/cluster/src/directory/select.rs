@@ -231,8 +231,8 @@ impl Directory {
         let listed = LazyCell::new(|| {
             self.members.values().filter(|member| self.takes(member, role)).count()
         });
-        // A prefill node must fit in no respect in which a decode node need not. Breakers and
-        // exclusions are checked for each role.
+        // A decode candidate meets every requirement of a prefill node, unless the request excludes
+        // prefill nodes or the candidates are nodes with open breakers.
         let is_open = |node: &Candidate<'_>| node.member.breaker.refuses(now).is_some();
         let is_checked =
             requirements.exclude_prefill.is_empty() && !decode.first().is_some_and(is_open);

@@ -210,8 +210,8 @@ impl AttemptFailure {
         Self { side: AttemptSide::Decode, cause: FailureCause::Migrated, message }
     }
 
-    /// Returns the failure with its cause at a request that has `time_left`. A deadline that is
-    /// not the request's is a failure of the node, which perhaps could not read the call in time.
+    /// Returns the failure of a request that has `time_left`. A node that reports the deadline as
+    /// passed although it is not has failed: perhaps it could not read the call in time.
     pub(super) fn before_deadline(self, time_left: Duration) -> Self {
         let is_early = self.cause == FailureCause::Deadline && time_left > DEADLINE_EARLY_MAX;
         Self { cause: if is_early { FailureCause::Internal } else { self.cause }, ..self }
