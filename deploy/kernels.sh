@@ -155,6 +155,8 @@ compile() {
             cat "$log" >&2
             return 1
         fi
+        # With too few registers ptxas makes a kernel wait for each wgmma, and only reports it.
+        if grep 'wgmma.mma_async instructions are serialized' "$log" >&2; then return 1; fi
         mv "$object.part" "$object"
         echo "  $name: $((SECONDS - started)) s" >&2
     fi

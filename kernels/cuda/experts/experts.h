@@ -78,7 +78,7 @@ typedef struct {
  * BATON_UNSUPPORTED except on compute capability 9.0. */
 BATON_API int32_t baton_expert_gemm(const baton_expert_gemm_args *args, void *stream);
 
-/* 128 bytes. */
+/* 136 bytes. */
 typedef struct {
   const void *weight;    /* MXFP4 [n][depth] of expert 0 in chunks of 64 rows and 64 columns. The chunks of the first 64
                             rows come first. Rows and columns are padded with zeros to whole chunks. Rows of gate
@@ -96,6 +96,8 @@ typedef struct {
   int64_t out_stride;
   const int32_t *offsets; /* of baton_route */
   const int32_t *order;
+  void *sorted;  /* gate and up: bf16 [rows * count][depth], which is overwritten: rows of x by position, with many rows;
+                    down: null */
   int32_t rows;
   int32_t experts;
   int32_t count;

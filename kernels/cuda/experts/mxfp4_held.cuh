@@ -161,7 +161,7 @@ __device__ __forceinline__ void multiply_held(HeldRing<S>& ring, uint32_t x, int
 #pragma unroll
   for (float& sum : acc) sum = 0.f;
   auto add_slice = [&](const OwnWords& own, uint32_t (&a)[16]) {
-    widen(own.words, own.scales, a);
+    widen<4>(own, 0, a);
     wgmma_wait<0>();
     wgmma_begin();
 #pragma unroll

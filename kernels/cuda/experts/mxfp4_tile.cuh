@@ -33,11 +33,15 @@ struct Chunks {
 #define REGS12 REGS8 ",%8,%9,%10,%11"
 #define REGS16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define REGS32 REGS16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define REGS128                                                                                                        \
-  REGS32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57"    \
-         ",%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83"    \
-         ",%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107"    \
-         ",%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define REGS64                                                                                                      \
+  REGS32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57" \
+         ",%58,%59,%60,%61,%62,%63"
+#define REGS96                                                                                                      \
+  REGS64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89" \
+         ",%90,%91,%92,%93,%94,%95"
+#define REGS128                                                                                                     \
+  REGS96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116"    \
+         ",%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define WGMMA(N, REGS, A0, A1, A2, A3, B, S, ...)                                                         \
   asm volatile(                                                                                           \
       "{\n.reg .pred adds;\nsetp.ne.b32 adds, " S ", 0;\n"                                                \
@@ -46,9 +50,9 @@ struct Chunks {
       : __VA_ARGS__                                                                                       \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds))
 
-// d = a b (+ d): 64 weight rows in registers, N rows of x, 16 of k.
-template <int N>
-__device__ __forceinline__ void multiply_widened(float (&d)[N / 2], const uint32_t* a, uint64_t b, int adds) {
+// d = a b (+ d): 64 weight rows in registers, N rows of x, 16 of k. Uses the first N / 2 numbers of d.
+template <int N, int COUNT>
+__device__ __forceinline__ void multiply_widened(float (&d)[COUNT], const uint32_t* a, uint64_t b, int adds) {
   if constexpr (N == 8) {
     WGMMA(8, REGS4, "%4", "%5", "%6", "%7", "%8", "%9", D4(0));
   } else if constexpr (N == 16) {
@@ -59,6 +63,10 @@ __device__ __forceinline__ void multiply_widened(float (&d)[N / 2], const uint32
     WGMMA(32, REGS16, "%16", "%17", "%18", "%19", "%20", "%21", D8(0), D8(8));
   } else if constexpr (N == 64) {
     WGMMA(64, REGS32, "%32", "%33", "%34", "%35", "%36", "%37", D32(0));
+  } else if constexpr (N == 128) {
+    WGMMA(128, REGS64, "%64", "%65", "%66", "%67", "%68", "%69", D32(0), D32(32));
+  } else if constexpr (N == 192) {
+    WGMMA(192, REGS96, "%96", "%97", "%98", "%99", "%100", "%101", D32(0), D32(32), D32(64));
   } else {
     static_assert(N == 256, "no wgmma instruction for this N");
     WGMMA(256, REGS128, "%128", "%129", "%130", "%131", "%132", "%133", D32(0), D32(32), D32(64), D32(96));
@@ -66,6 +74,8 @@ __device__ __forceinline__ void multiply_widened(float (&d)[N / 2], const uint32
 }
 #undef WGMMA
 #undef REGS128
+#undef REGS96
+#undef REGS64
 #undef REGS32
 #undef REGS16
 #undef REGS12
@@ -92,45 +102,9 @@ __device__ __forceinline__ uint32_t multiply_pair(uint32_t pair, uint32_t factor
 // Returns two equal bf16 numbers: 2^(exponent - 127) for an exponent from 1 to 254.
 __device__ __forceinline__ uint32_t power_pair(uint32_t exponent) { return exponent << 7 | exponent << 23; }
 
-// Widens four words, one for each 16 columns, of eight numbers each. kernels/src/mxfp4.rs defines the four fields of a
-// word. The first field is in place. Rotations move the second and the third. A multiplication moves the bits of the
-// fourth by 2, 7 and 12 without a carry.
-__device__ __forceinline__ void widen_words(const uint32_t (&words)[4], const uint32_t (&factors)[4],
-                                            uint32_t (&a)[16]) {
-  constexpr uint32_t kField = 0x81c081c0, kFourth = 0x001b001b, kMoves = 1 << 2 | 1 << 7 | 1 << 12;
-#pragma unroll
-  for (int q = 0; q < 4; ++q) {
-    const uint32_t w = words[q], high = factors[q / 2], low = factors[2 + q / 2];
-    a[4 * q] = multiply_pair(w & kField, high);
-    a[4 * q + 1] = multiply_pair(__funnelshift_l(w, w, 10) & kField, low);
-    a[4 * q + 2] = multiply_pair(__funnelshift_l(w, w, 13) & kField, high);
-    a[4 * q + 3] = multiply_pair((w & kFourth) * kMoves & kField, low);
-  }
-}
-
-// Widens a thread's part of a chunk: columns of a row and of the row eight below. Bytes of `scales`: the scales of the
-// first row's two groups of 32 columns, then those of the second row.
-__device__ __forceinline__ void widen(const uint32_t (&words)[4], uint32_t scales, uint32_t (&a)[16]) {
-  constexpr uint32_t kGreatest = 128;  // greatest scale that one multiplication can apply
-  uint32_t factors[4];
-  const uint32_t exponents = scales + 126 * 0x01010101u;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) factors[i] = __byte_perm(exponents, 0, 0x4440 + i) * 0x00800080;
-  widen_words(words, factors, a);
-  // The byte-wise addition above is valid for scales below 128. With a scale of 128 or more, two multiplications apply
-  // the scales, with factors that are computed one by one.
-  if (__any_sync(FULL, (scales & 0x80808080) != 0)) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) factors[i] = power_pair(min(scales >> (8 * i) & 0xff, kGreatest) + 126);
-    widen_words(words, factors, a);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) factors[i] = power_pair(max(scales >> (8 * i) & 0xff, kGreatest) - 1);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) a[i] = multiply_pair(a[i], factors[i % 2 * 2 + i / 8]);
-  }
-}
-
-// A thread's part of a chunk, loaded from shared memory: numbers and scales.
+// A thread's part of a chunk, loaded from shared memory: numbers of a row and of the row eight below, in four words of
+// 16 columns, and scales. Bytes of `scales`: the scales of the first row's two groups of 32 columns, then those of the
+// second row.
 struct OwnWords {
   uint32_t words[4], scales;
 
@@ -142,6 +116,46 @@ struct OwnWords {
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(scales) : "r"(chunk + kNumberBytes + thread / 4 * 4));
   }
 };
+
+// Widens COUNT words from word `first` on. A word has eight numbers of 16 columns: columns of a row and of the row eight
+// below. kernels/src/mxfp4.rs defines the four fields of a word. The first field is in place. Rotations move the second
+// and the third. A multiplication moves the bits of the fourth by 2, 7 and 12 without a carry.
+template <int COUNT>
+__device__ __forceinline__ void widen_words(const OwnWords& own, int first, const uint32_t (&factors)[4],
+                                            uint32_t (&a)[4 * COUNT]) {
+  constexpr uint32_t kField = 0x81c081c0, kFourth = 0x001b001b, kMoves = 1 << 2 | 1 << 7 | 1 << 12;
+#pragma unroll
+  for (int q = 0; q < COUNT; ++q) {
+    const int at = first + q;
+    const uint32_t w = own.words[at], high = factors[at / 2], low = factors[2 + at / 2];
+    a[4 * q] = multiply_pair(w & kField, high);
+    a[4 * q + 1] = multiply_pair(__funnelshift_l(w, w, 10) & kField, low);
+    a[4 * q + 2] = multiply_pair(__funnelshift_l(w, w, 13) & kField, high);
+    a[4 * q + 3] = multiply_pair((w & kFourth) * kMoves & kField, low);
+  }
+}
+
+// Widens COUNT words from word `first` on, and applies their scales.
+template <int COUNT>
+__device__ __forceinline__ void widen(const OwnWords& own, int first, uint32_t (&a)[4 * COUNT]) {
+  constexpr uint32_t kGreatest = 128;  // greatest scale that one multiplication can apply
+  uint32_t factors[4];
+  const uint32_t exponents = own.scales + 126 * 0x01010101u;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) factors[i] = __byte_perm(exponents, 0, 0x4440 + i) * 0x00800080;
+  widen_words<COUNT>(own, first, factors, a);
+  // The byte-wise addition above is valid for scales below 128. With a scale of 128 or more, two multiplications apply
+  // the scales, with factors that are computed one by one.
+  if (__any_sync(FULL, (own.scales & 0x80808080) != 0)) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) factors[i] = power_pair(min(own.scales >> (8 * i) & 0xff, kGreatest) + 126);
+    widen_words<COUNT>(own, first, factors, a);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) factors[i] = power_pair(max(own.scales >> (8 * i) & 0xff, kGreatest) - 1);
+#pragma unroll
+    for (int i = 0; i < 4 * COUNT; ++i) a[i] = multiply_pair(a[i], factors[i % 2 * 2 + (first + i / 4) / 2]);
+  }
+}
 
 // ---- Results ----
 

@@ -71,7 +71,7 @@ ExpertGemmArgs = struct("ExpertGemmArgs", weight=P, weight_stride=I64, x=P, x_st
                         rows=I32, experts=I32, count=I32, n=I32, depth=I32, is_gate_up=I32, grid=I32, pdl=I32,
                         parts=I32, factor_stride=I32)
 Mxfp4GemmArgs = struct("Mxfp4GemmArgs", weight=P, weight_stride=I64, bias=P, bias_stride=I64, x=P, x_stride=I64, scales=P,
-                       out=P, out_stride=I64, offsets=P, order=P, rows=I32, experts=I32, count=I32, n=I32, depth=I32,
+                       out=P, out_stride=I64, offsets=P, order=P, sorted=P, rows=I32, experts=I32, count=I32, n=I32, depth=I32,
                        is_gate_up=I32, grid=I32, pdl=I32, alpha=F32, limit=F32)
 CombineArgs = struct("CombineArgs", outputs=P, weights=P, residual=P, norm=P, out=P, shared=P, shared_router=P, x=P,
                      x_stride=I64, eps=F32, count=I32, rows=I32, width=I32)

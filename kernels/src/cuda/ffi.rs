@@ -492,6 +492,7 @@ structs! {
         pub out_stride: i64,
         pub offsets: Address,
         pub order: Address,
+        pub sorted: Address,
         pub rows: i32,
         pub experts: i32,
         pub count: i32,

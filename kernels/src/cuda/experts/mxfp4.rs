@@ -61,6 +61,7 @@ impl CudaBackend {
             limit,
             ..ffi::Mxfp4GemmArgs::default()
         };
+        let outputs = buffers.outputs.part(0, rows * chosen * hidden * Dtype::Bf16.bytes());
         self.mxfp4_gemm(gate_up.mxfp4_args(ffi::Mxfp4GemmArgs {
             bias,
             bias_stride,
@@ -69,6 +70,8 @@ impl CudaBackend {
             scales: inputs.scales,
             out: buffers.activated.part(0, rows * chosen * size * Dtype::Bf16.bytes()),
             out_stride: size as i64,
+            // The outputs are written later.
+            sorted: outputs,
             is_gate_up: 1,
             ..shared
         }));
@@ -78,7 +81,7 @@ impl CudaBackend {
             bias_stride,
             x: buffers.activated.address(),
             x_stride: size as i64,
-            out: buffers.outputs.part(0, rows * chosen * hidden * Dtype::Bf16.bytes()),
+            out: outputs,
             out_stride: hidden as i64,
             ..shared
         }));
