@@ -103,7 +103,7 @@ pub struct RequestCore {
     has_stopped: bool,
     /// Draining decode node of the previous attempt, which sends its KV to the next one.
     moves_from: Option<Epoch>,
-    /// Whether the previous attempt was paused, because the client did not read.
+    /// Whether the previous attempt ended because the client, or the router, read too slowly.
     was_paused: bool,
     stats: HandOverStats,
     cached_tokens: Option<u32>,
@@ -701,6 +701,7 @@ impl RequestCore {
             self.recovery.progressed();
             self.was_paused = false;
         }
+        self.was_paused |= failure.cause == FailureCause::SlowReader;
         let next = self.recovery.failed(failure, prefill, attempt.decode.epoch, now);
         self.follow(now, next, None);
     }

@@ -333,7 +333,7 @@ impl RequestRecord {
                 ) => AttemptEndLabel::Mismatch,
                 (FailureCause::Migrated, _) => AttemptEndLabel::Migrated,
                 (FailureCause::Deadline, _) => AttemptEndLabel::Deadline,
-                (FailureCause::SlowReader, _) => AttemptEndLabel::Cancelled,
+                (FailureCause::SlowReader, _) => AttemptEndLabel::Paused,
                 _ => AttemptEndLabel::Internal,
             },
         };

@@ -236,6 +236,31 @@ async fn very_slow_client_is_bounded_by_its_request_timeout() {
     .await;
 }
 
+/// A client that reads more slowly than its node generates must not hold the node, whose queue it
+/// would fill.
+#[tokio::test]
+async fn client_that_reads_slowly_is_paused_and_gets_everything() {
+    let mut settings = settings();
+    // More than one write takes.
+    settings.router.slow_client_events = 32;
+    let answer = ANSWER.repeat(150);
+    let cluster = Cluster::start_with(settings, 0, 1, &answer).await;
+    let client = Client::with_small_windows(format!("http://{}", cluster.router.http));
+    // Events of many bytes soon fill the connection.
+    let body = json!({"prompt": long_prompt(), "max_tokens": 1900, "stream": true, "logprobs": 5});
+    let mut stream = client.stream("/v1/completions", &body).await;
+    let paused = async || cluster.metric("baton_attempts_total", &["outcome=\"paused\""]).await;
+    let mut chunks = Vec::new();
+    while let Some(event) = stream.next().await.filter(|event| event != "[DONE]") {
+        chunks.push(serde_json::from_str(&event).unwrap());
+        if chunks.len() < 400 && paused().await == 0.0 {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+    assert!(paused().await > 0.0, "the client held its node");
+    assert_eq!(text_of(&chunks, 0), answer);
+}
+
 #[tokio::test]
 async fn a_slow_but_steady_client_gets_everything() {
     let mut settings = settings();

@@ -70,7 +70,8 @@ pub enum FailureCause {
     /// The request's deadline passed at the node.
     #[error("deadline")]
     Deadline,
-    /// The node aborted the stream, because the client and therefore the router did not read.
+    /// The node ended the stream, because the router, or the network to it, was too slow for its
+    /// events.
     #[error("slow_reader")]
     SlowReader,
     /// The two nodes have different models, weights or layouts.

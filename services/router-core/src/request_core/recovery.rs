@@ -8,6 +8,8 @@
 //! * After a second lost node in a row the next attempt waits, longer each time. If the router
 //!   itself was suspended or disconnected, it detects its dead connections during this wait,
 //!   instead of spending an attempt on each of them.
+//! * A node whose queue of events overflowed ends its attempt like a stalled client: the request
+//!   waits for its turn to pick.
 //! * The budget renews whenever an attempt emitted tokens, so it bounds attempts without progress.
 //! * Busy nodes cost no attempt: the request waits for a bounded time, or until its deadline if it
 //!   has emitted tokens. Requests that found every node busy pick again in the order of a
@@ -163,7 +165,6 @@ impl Recovery {
     ) -> NextStep {
         match failure.cause {
             FailureCause::Deadline
-            | FailureCause::SlowReader
             | FailureCause::Invalid
             | FailureCause::MatcherFailed
             | FailureCause::Contradiction => {
@@ -196,9 +197,9 @@ impl Recovery {
                     self.avoid_decode.push(decode)
                 }
             },
-            // The next attempt has another transfer id, and nodes that changed their weights are as
-            // good as before.
-            FailureCause::Duplicate | FailureCause::WeightsChanged => {}
+            // The next attempt has another transfer id, nodes that changed their weights are as good
+            // as before, and a slow reader is no fault of its node.
+            FailureCause::Duplicate | FailureCause::WeightsChanged | FailureCause::SlowReader => {}
         }
         self.failed_total += 1;
         self.failed += 1;
@@ -211,6 +212,7 @@ impl Recovery {
                 let factor = 2u32.saturating_pow(self.failed - 2);
                 NextStep::RetryAfter(LOST_WAIT.saturating_mul(factor).min(LOST_WAIT_MAX))
             }
+            (FailureCause::SlowReader, _) => self.all_busy(now),
             _ => NextStep::Retry,
         }
     }
@@ -401,12 +403,7 @@ mod tests {
     fn request_failures_are_not_retried() {
         let now = Instant::now();
         let (_, decode) = nodes();
-        for cause in [
-            FailureCause::Deadline,
-            FailureCause::Invalid,
-            FailureCause::Contradiction,
-            FailureCause::SlowReader,
-        ] {
+        for cause in [FailureCause::Deadline, FailureCause::Invalid, FailureCause::Contradiction] {
             let failure = failure(AttemptSide::Decode, cause);
             assert_eq!(
                 Recovery::new(POLICY).failed(failure.clone(), None, decode, now),

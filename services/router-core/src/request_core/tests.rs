@@ -566,6 +566,36 @@ fn a_started_answer_needs_no_room_unless_its_client_paused_it() {
 }
 
 #[test]
+fn an_answer_whose_node_finds_a_slow_reader_waits_for_its_turn_and_continues() {
+    let mut owner = Owner::started();
+    let slow = || {
+        let (kind, message) = (FailureKind::SlowReader.into(), "its queue is full".into());
+        Event::Failure(Failure { kind, message })
+    };
+    for attempt in 1..POLICY.attempts_max {
+        owner.picked(false);
+        owner.reserved();
+        if attempt == 1 {
+            owner.tokens(3);
+        }
+        let outputs = owner.decode_sends(slow());
+        assert!(
+            matches!(outputs[..], [RequestOutput::EndAttempt(_), RequestOutput::WaitForTurn]),
+            "{outputs:?}"
+        );
+        let RequiredCapacity::Start { .. } = owner.core.requirements().capacity else {
+            panic!("it comes before requests that wait");
+        };
+        assert!(owner.core.requirements().exclude_decode.is_empty());
+        owner.core.handle_turn();
+        assert_eq!(owner.outputs(), [RequestOutput::Pick]);
+    }
+    owner.picked(false);
+    owner.reserved();
+    assert!(matches!(gave_up(&owner.decode_sends(slow())), GiveUp::AttemptsSpent { .. }));
+}
+
+#[test]
 fn reading_time_of_a_client_does_not_count_as_node_silence() {
     let mut owner = Owner::started();
     owner.picked(false);

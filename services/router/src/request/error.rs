@@ -296,12 +296,7 @@ impl RequestError {
 
     /// Converts the reason why the request core gave up a request. `timeout` is the request's
     /// time-out, and `retry_after_s` is the predicted time until the queue is served.
-    pub(crate) fn gave_up(
-        reason: GiveUp,
-        timeout: Duration,
-        slow_client_timeout: Duration,
-        retry_after_s: u32,
-    ) -> Self {
+    pub(crate) fn gave_up(reason: GiveUp, timeout: Duration, retry_after_s: u32) -> Self {
         match reason {
             GiveUp::AttemptsSpent { attempts, last } => {
                 Self::AttemptsSpent { attempts, last: last.to_string() }
@@ -314,9 +309,6 @@ impl RequestError {
             GiveUp::Deadline => Self::Deadline { timeout },
             GiveUp::Final(failure) => match failure.cause {
                 FailureCause::Deadline => Self::Deadline { timeout },
-                // A client that does not read fills the router's queue, and then the node's queue.
-                // The node aborts.
-                FailureCause::SlowReader => Self::SlowClient { waited: slow_client_timeout },
                 FailureCause::Contradiction => Self::Contradiction { reason: failure.message },
                 FailureCause::MatcherFailed => Self::Internal { reason: failure.message },
                 // The router retries after most of these causes, so only an unretriable failure
@@ -330,6 +322,7 @@ impl RequestError {
                 | FailureCause::Stale
                 | FailureCause::OtherWeights
                 | FailureCause::WeightsChanged
+                | FailureCause::SlowReader
                 | FailureCause::Duplicate
                 | FailureCause::AnswerComplete
                 | FailureCause::NoGrammar

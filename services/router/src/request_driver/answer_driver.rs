@@ -36,7 +36,7 @@ use crate::{
     wake::MovingTimer,
 };
 
-/// Time after which an attempt ends if its client leaves the full buffer unread. Short, because the
+/// Time for which the buffer of the client may be full; then the attempt ends. Short, because the
 /// tokens that nodes generate in this time are generated again later.
 const STALLED_AFTER: Duration = Duration::from_millis(500);
 
@@ -60,6 +60,9 @@ pub(super) struct AnswerDriver<'a> {
     woken: Arc<Notify>,
     node_changes: watch::Receiver<u64>,
     timer: MovingTimer,
+    /// Time since which the client's buffer is full, or was full and never half read. A client that
+    /// reads more slowly than its node generates makes room for a few events at a time.
+    full_since: Option<Instant>,
 }
 
 /// The calls of the open attempt.
@@ -93,6 +96,7 @@ impl<'a> AnswerDriver<'a> {
             core,
             node_changes: front.nodes.changes(),
             timer: MovingTimer::new(request.deadline.at),
+            full_since: None,
             front,
             request,
             choice,
@@ -138,7 +142,6 @@ impl<'a> AnswerDriver<'a> {
                         return Err(RequestError::gave_up(
                             reason,
                             self.request.deadline.timeout,
-                            self.front.settings.router.slow_client_timeout,
                             retry_after_s,
                         ));
                     }
@@ -263,28 +266,30 @@ impl<'a> AnswerDriver<'a> {
             }
             let choice = self.choice;
             let event = AnswerTokens { choice, first_index, tokens, prompt, text, is_last };
-            if let Some(event) = self.events.try_send(AnswerEvent::Tokens(event))? {
-                match timeout_at(self.request.deadline.at, self.send(event)).await {
+            match self.events.try_send(AnswerEvent::Tokens(event))? {
+                None => _ = self.full_since.take_if(|_| self.events.is_half_read()),
+                Some(event) => match timeout_at(self.request.deadline.at, self.send(event)).await {
                     Ok(sent) => sent?,
                     Err(_) => {
                         let now = Instant::now();
                         self.core.handle_deadline(now, &mut &self.front.router);
                         return Ok(());
                     }
-                }
+                },
             }
         }
         self.core.handle_emitted(Instant::now(), self.text.stop());
         Ok(())
     }
 
-    /// Sends an event to the client. If the client leaves its buffer full, ends the attempt to
+    /// Sends an event to the client. If the client's buffer stays full, ends the attempt to
     /// release its slot and KV. The answer continues when the client has read half of the buffer.
     async fn send(&mut self, event: AnswerEvent) -> Result<(), RequestError> {
         let events = self.events;
+        let stalled_at = *self.full_since.get_or_insert_with(Instant::now) + STALLED_AFTER;
         let sent = events.send(event);
         tokio::pin!(sent);
-        if let Ok(sent) = tokio::time::timeout(STALLED_AFTER, &mut sent).await {
+        if let Ok(sent) = timeout_at(stalled_at.into(), &mut sent).await {
             return sent;
         }
         self.core.handle_client_stalled();

@@ -128,6 +128,10 @@ impl AnswerEventQueue {
         lock(&self.state)
     }
 
+    fn is_half_read(&self, state: &AnswerEventQueueState) -> bool {
+        state.events.len() <= self.events_max / 2
+    }
+
     /// Blocks until `check` returns a result, or the receiver took nothing for `wait_max`.
     async fn wait_until(
         &self,
@@ -204,12 +208,16 @@ impl EventSender {
         self.0.wait_until(is_read).await
     }
 
+    /// Returns whether at most half of the queue is full.
+    pub(super) fn is_half_read(&self) -> bool {
+        self.0.is_half_read(&self.0.lock())
+    }
+
     /// Blocks until at most half of the queue is full.
     pub(super) async fn half_read(&self) -> Result<(), RequestError> {
-        let events_max = self.0.events_max;
         let is_read = |state: &mut AnswerEventQueueState| match state.receiver {
             ReceiverState::Dropped { .. } => Some(Err(RequestError::ClientGone)),
-            ReceiverState::Connected => (state.events.len() <= events_max / 2).then_some(Ok(())),
+            ReceiverState::Connected => self.0.is_half_read(state).then_some(Ok(())),
         };
         self.0.wait_until(is_read).await
     }
