@@ -193,8 +193,9 @@ impl Directory {
         self.judge(now, key, is_probe, &ITL);
     }
 
-    /// Handles the end of a transfer between the nodes of an attempt. `elapsed`: from the first
-    /// chunk sent to the last one acknowledged.
+    /// Handles the end of a transfer between the nodes of an attempt, and releases the prefill node,
+    /// which holds nothing of the attempt any more. `elapsed`: from the first chunk sent to the last
+    /// one acknowledged.
     pub fn delivered(
         &mut self,
         now: Instant,
@@ -219,6 +220,7 @@ impl Directory {
             member.latency.transfer_ms = Some(transfer_mean(earlier_ms, token_ms));
             self.judge(now, key, is_probe, &TRANSFER);
         }
+        self.release(prefill);
     }
 
     /// Returns whether attempts may transfer KV between two nodes.

@@ -1,6 +1,11 @@
 //! Nodes on which an attempt could start now.
 
-use cluster::{Load, NoNode, NodeRecord, NodeRequirements, Placement, RequiredCapacity, Role};
+use std::time::Duration;
+
+use cluster::{
+    Load, NoNode, NodeRecord, NodeRequirements, Placement, RequiredCapacity, Role, Selection,
+};
+use config::{Disaggregate, Roles};
 use proto::v1;
 
 use crate::world::*;
@@ -43,6 +48,24 @@ fn attempts_start_only_on_nodes_with_a_free_slot() {
     world.directory.release(picked[1].decode.assignment);
     assert!(!is_busy(&mut world, &starting(false)));
     assert!(is_busy(&mut world, &starting(false)));
+}
+
+#[test]
+fn node_with_both_roles_has_a_free_slot_once_it_delivered_its_kv() {
+    let (disaggregate, roles) = (Disaggregate::Always, Roles::Fluid);
+    let mut world = World::with(Selection { disaggregate, roles, ..DEFAULT });
+    for (node, role, number) in [(prefill(1), Role::Prefill, 1), (decode(11), Role::Decode, 11)] {
+        let both = NodeRecord { both_roles: true, ..record(role, number) };
+        world.up(&node, &both, load(1, 0));
+    }
+    let capacity = RequiredCapacity::Start { headroom: false };
+    let long = NodeRequirements { capacity, ..requirements(100) };
+    let picked = world.pick_nodes(&long).unwrap();
+    let (from, to) = (picked.prefill.unwrap().assignment, picked.decode.assignment);
+    let local = NodeRequirements { local_prefill: true, ..long };
+    assert!(is_busy(&mut world, &local));
+    world.directory.delivered(world.now, from, to, Duration::from_millis(1));
+    assert!(!is_busy(&mut world, &local));
 }
 
 #[test]
