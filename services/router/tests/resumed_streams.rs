@@ -136,6 +136,27 @@ async fn streams_cut_at_random_places_lose_and_repeat_nothing() {
     assert!(cuts.iter().sum::<usize>() > STREAMS * CUTS / 2, "{cuts:?}");
 }
 
+/// Events in the buffers of an HTTP/2 connection are lost with it, so the log must keep them.
+#[tokio::test]
+async fn http2_stream_that_a_client_read_slowly_is_resumed() {
+    let mut settings = settings();
+    settings.router.slow_client_events = 16;
+    let cluster = Cluster::start_with(settings, 0, 1, &numbers(450)).await;
+    cluster.decode[0].set_token_time(Duration::ZERO);
+    let client = Client::with_small_windows(format!("http://{}", cluster.router.http));
+    let body = chat(json!({"max_tokens": 1900, "logprobs": true, "top_logprobs": 5}));
+    let response = client.send(Method::POST, CHAT, &[RESUME], body.to_string()).await;
+    eventually("the client's buffers are full", async || {
+        cluster.metric("baton_attempts_total", &["outcome=\"paused\""]).await == 1.0
+    })
+    .await;
+    let mut received = Received::default();
+    assert!(!received.read(response, 1000).await);
+    assert!(received.resume(&cluster.client, usize::MAX).await);
+    let expected: Vec<u32> = encode(&numbers(450)).into_iter().chain([common::node::END]).collect();
+    assert_eq!(received.tokens(), expected);
+}
+
 #[tokio::test]
 async fn head_begins_no_stream() {
     let cluster = Cluster::start(0, 1, " one two").await;

@@ -36,6 +36,10 @@ const BACKLOG: u32 = 4096;
 /// when this buffer is full, and the default buffer grows to megabytes. 64 KiB in flight are 640
 /// KB/s over a distance of 100 ms, several hundred tokens of a stream per second.
 const SEND_BUFFER_BYTES: u32 = 32 << 10;
+/// Bytes of an HTTP/2 stream that wait for the client's flow-control window. The router counts them
+/// as read, so a resumed stream may ask for them again: they and the socket's buffer must be fewer
+/// than the bytes that the log of a resumable stream keeps.
+const STREAM_BUFFER_BYTES: usize = 32 << 10;
 /// Time-out of a request head, from connecting or from the first byte of a later head.
 const HEAD_MAX: Duration = Duration::from_secs(10);
 /// Maximum size of an HTTP/1.1 request head, and of the buffer for it.
@@ -210,6 +214,7 @@ impl Port {
             .http2()
             .timer(TokioTimer::new())
             .max_concurrent_streams(STREAMS_MAX)
+            .max_send_buf_size(STREAM_BUFFER_BYTES)
             .keep_alive_interval(PING_INTERVAL)
             .keep_alive_timeout(PING_TIMEOUT);
         match self.protocol {
