@@ -116,8 +116,8 @@ pub enum DirectoryInput {
     Observed { stream: StreamId, event: v1::ObserveEvent },
     /// A stream failed to open, broke, or ended.
     StreamEnded { stream: StreamId, reason: String },
-    /// A call to this process lost its connection or reached another process.
-    CallLost { epoch: Epoch, reason: String },
+    /// The call of an attempt lost its connection or reached another process.
+    CallLost { assignment: AssignmentId, reason: String },
 }
 
 /// An operation for the shell to perform.
@@ -161,6 +161,8 @@ pub struct Directory {
 #[derive(Debug)]
 struct Assignment {
     node: NodeKey,
+    /// Stream of the node at the pick. Each stream has a connection of its own.
+    stream: StreamId,
     uncached_tokens: u64,
     /// On the decode node, until the first token.
     forecast: Option<Forecast>,
@@ -224,9 +226,8 @@ impl Directory {
                 self.lost(now, key, reason, actions);
                 self.reindex(key);
             }
-            DirectoryInput::CallLost { epoch, reason } => {
-                let up = self.up_with_epoch(epoch).next();
-                if let Some(key) = up {
+            DirectoryInput::CallLost { assignment, reason } => {
+                if let Some(key) = self.node_of_lost_call(assignment) {
                     self.stop_observing(key, actions);
                     self.lost(now, key, reason, actions);
                     self.reindex(key);

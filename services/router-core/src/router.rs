@@ -452,8 +452,8 @@ impl RouterCore {
             match failure.node_feedback() {
                 Some(NodeFeedback::Busy) => self.directory.busy(now, node.assignment),
                 Some(NodeFeedback::Lost) => {
-                    let (epoch, reason) = (node.record.epoch, failure.message.clone());
-                    self.handle_node_event(now, DirectoryInput::CallLost { epoch, reason });
+                    let (assignment, reason) = (node.assignment, failure.message.clone());
+                    self.handle_node_event(now, DirectoryInput::CallLost { assignment, reason });
                 }
                 None => {}
             }

@@ -5,7 +5,7 @@ use std::time::Instant;
 use proto::ids::TransferId;
 
 use super::{
-    Assignment, AssignmentId, Directory, Forecast, NodeKey, candidate::AttemptLoad,
+    Assignment, AssignmentId, Directory, Forecast, Health, NodeKey, candidate::AttemptLoad,
     member::UnreportedAttempt, milliseconds, select::NodeChoice,
 };
 
@@ -66,6 +66,14 @@ impl Directory {
         self.assignments.get(&assignment).map(|assigned| assigned.node)
     }
 
+    /// Returns the node whose call lost its connection; `None` if the node is not up, or a later
+    /// stream shows that the node has another connection since.
+    pub(super) fn node_of_lost_call(&self, assignment: AssignmentId) -> Option<NodeKey> {
+        let Assignment { node, stream, .. } = *self.assignments.get(&assignment)?;
+        let member = self.members.get(&node).filter(|member| member.health == Health::Up)?;
+        member.stream.as_ref().is_some_and(|current| current.id == stream).then_some(node)
+    }
+
     pub(super) fn assign(
         &mut self,
         now: Instant,
@@ -97,7 +105,9 @@ impl Directory {
         member.in_flight += 1;
         member.breaker.assigned(now, assignment);
         member.last_picked = number;
-        self.assignments.insert(assignment, Assignment { node: key, uncached_tokens, forecast });
+        let stream = member.stream.as_ref().expect("an eligible node is up").id;
+        let assigned = Assignment { node: key, stream, uncached_tokens, forecast };
+        self.assignments.insert(assignment, assigned);
         self.check_member(key);
         choice
     }

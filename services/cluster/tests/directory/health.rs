@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::world::*;
 use cluster::{
-    DirectoryInput, Health, Load, NoNode, NodeRecord, Role,
+    DirectoryInput, Health, Load, NoNode, NodeRecord, NodeRequirements, Role,
     directory::{PROBE_TIMEOUT, SILENCE_MAX},
 };
 use proto::v1;
@@ -136,12 +136,18 @@ fn a_call_that_lost_its_connection_makes_exactly_that_process_suspect() {
     world.up(&one, &record(Role::Decode, 1), idle());
     world.up(&two, &record(Role::Decode, 2), idle());
     world.advance(3 * SECOND);
-    world.input(DirectoryInput::CallLost { epoch: epoch(1), reason: "reset".into() });
+    let other = [epoch(2)];
+    let of_one = NodeRequirements { exclude_decode: &other, ..requirements(8) };
+    let assignment = world.pick(&of_one).unwrap().assignment;
+    let lost = || DirectoryInput::CallLost { assignment, reason: "reset".into() };
+    world.input(lost());
     assert_eq!(world.health_of(&one), Some(Health::Suspect));
     assert_eq!(world.health_of(&two), Some(Health::Up));
-    // Events of a replaced process are ignored.
-    world.input(DirectoryInput::CallLost { epoch: epoch(77), reason: "reset".into() });
-    assert_eq!(world.health_of(&two), Some(Health::Up));
+    // The node answers on another connection, of which the lost call says nothing.
+    world.send(&one, snapshot(&record(Role::Decode, 1), idle(), &[]));
+    let stream = world.stream_of(&one);
+    world.input(lost());
+    assert_eq!((world.health_of(&one), world.stream_of(&one)), (Some(Health::Up), stream));
 }
 
 #[test]

@@ -22,7 +22,7 @@ enum Event {
     NextDelta { node: u16, load: Load },
     Garbage { node: u16, event: Box<v1::ObserveEvent> },
     EndStream(u16),
-    CallLost { process: u8 },
+    CallLost(usize),
     Pick { tokens: u32, exclude: u8, local_prefill: bool },
     Answered(usize),
     Busy(usize),
@@ -139,7 +139,7 @@ fn events() -> impl Strategy<Value = Event> {
         1 => (node.clone(), garbage().prop_map(Box::new))
             .prop_map(|(node, event)| Event::Garbage { node, event }),
         2 => node.prop_map(Event::EndStream),
-        1 => (0..12u8).prop_map(|process| Event::CallLost { process }),
+        1 => any::<usize>().prop_map(Event::CallLost),
         8 => (1..2100u32, 0..12u8, prop::bool::weighted(0.2))
             .prop_map(|(tokens, exclude, local_prefill)| Event::Pick { tokens, exclude, local_prefill }),
         3 => any::<usize>().prop_map(Event::Answered),
@@ -223,10 +223,11 @@ impl Run {
                     world.end_stream(&address);
                 }
             }
-            Event::CallLost { process } => world.input(DirectoryInput::CallLost {
-                epoch: epoch(1 + u128::from(*process)),
-                reason: "reset".into(),
-            }),
+            Event::CallLost(which) => {
+                if let Some(&NodeChoice { assignment, .. }) = pick_one(&self.attempts, *which) {
+                    world.input(DirectoryInput::CallLost { assignment, reason: "reset".into() });
+                }
+            }
             Event::Pick { tokens, exclude, local_prefill } => {
                 let exclude = [epoch(1 + u128::from(*exclude))];
                 let request = NodeRequirements {
