@@ -321,7 +321,7 @@ impl From<Refusal> for Status {
     fn from(refusal: Refusal) -> Self {
         let code = match &refusal {
             Refusal::Field { .. } | Refusal::Invalid { .. } => Code::InvalidArgument,
-            Refusal::AnswerComplete => Code::OutOfRange,
+            Refusal::AnswerComplete => Code::NotFound,
             Refusal::Busy { .. } => Code::ResourceExhausted,
             Refusal::Draining => Code::Unavailable,
             Refusal::Duplicate { .. } => Code::AlreadyExists,

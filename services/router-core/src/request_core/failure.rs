@@ -20,6 +20,7 @@ impl GrpcCode {
     pub const UNKNOWN: Self = Self(2);
     pub const INVALID_ARGUMENT: Self = Self(3);
     pub const DEADLINE_EXCEEDED: Self = Self(4);
+    pub const NOT_FOUND: Self = Self(5);
     pub const ALREADY_EXISTS: Self = Self(6);
     pub const RESOURCE_EXHAUSTED: Self = Self(8);
     pub const FAILED_PRECONDITION: Self = Self(9);
@@ -174,8 +175,9 @@ impl AttemptFailure {
             GrpcCode::RESOURCE_EXHAUSTED if !is_broken => FailureCause::Busy,
             GrpcCode::UNAVAILABLE if is_broken => FailureCause::Lost,
             GrpcCode::UNAVAILABLE => FailureCause::Draining,
-            GrpcCode::INVALID_ARGUMENT => FailureCause::Invalid,
-            GrpcCode::OUT_OF_RANGE => FailureCause::AnswerComplete,
+            // tonic's code of a message that is too large is OUT_OF_RANGE.
+            GrpcCode::INVALID_ARGUMENT | GrpcCode::OUT_OF_RANGE => FailureCause::Invalid,
+            GrpcCode::NOT_FOUND => FailureCause::AnswerComplete,
             GrpcCode::ALREADY_EXISTS => FailureCause::Duplicate,
             GrpcCode::ABORTED => FailureCause::OtherWeights,
             GrpcCode::DATA_LOSS if !is_broken => FailureCause::MatcherFailed,
@@ -308,6 +310,9 @@ mod tests {
         let failed = failure(AttemptSide::Decode, GrpcCode::DATA_LOSS, false);
         assert_eq!((failed.cause, failed.blame()), (FailureCause::MatcherFailed, None));
         assert!(!failed.is_refusal());
+        // A message that is too large must not end an answer as complete.
+        let too_large = failure(AttemptSide::Decode, GrpcCode::OUT_OF_RANGE, false);
+        assert_eq!(too_large.cause, FailureCause::Invalid);
         let rejected = failure(AttemptSide::Decode, GrpcCode::UNAUTHENTICATED, false);
         assert_eq!(rejected.node_feedback(), Some(NodeFeedback::Lost));
     }

@@ -655,7 +655,7 @@ fn a_complete_structured_answer_finishes_although_its_last_event_is_lost() {
         // The grammar allows no further token, so the node refuses to continue the answer.
         owner.picked(true);
         let message = "the answer is complete".to_owned();
-        let code = GrpcCode::OUT_OF_RANGE;
+        let code = GrpcCode::NOT_FOUND;
         let complete = CallError { code, is_broken: false, message };
         match side {
             AttemptSide::Decode => owner.core.handle_decode(owner.now, Err(complete)),
