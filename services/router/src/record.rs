@@ -27,7 +27,7 @@ use crate::{
     lock::lock,
     net::ConnectionState,
     request::error::RequestError,
-    request_driver::AnswerEnd,
+    request_driver::{AnswerEnd, RequestDeadline},
 };
 
 /// Maximum length of a client's label.
@@ -156,6 +156,12 @@ impl RequestRecord {
 
     pub(crate) fn caller(&self) -> &Caller {
         &self.caller
+    }
+
+    /// Returns the deadline of a request that may take this time. The time counts from the
+    /// request's head, so a slow body uses it.
+    pub(crate) fn deadline(&self, timeout: Duration) -> RequestDeadline {
+        RequestDeadline { at: (self.received + timeout).into(), timeout }
     }
 
     pub(crate) fn span(&self) -> &Span {

@@ -67,7 +67,7 @@ pub(crate) struct ParsedRequest {
     pub tenant: Option<Tenant>,
     pub model: NamedModel,
     pub fields: GenerationFields,
-    pub timeout: Duration,
+    pub deadline: RequestDeadline,
     /// Whether the answer is detokenized.
     pub with_text: bool,
 }
@@ -166,8 +166,7 @@ async fn prepare(
     parsed: ParsedRequest,
     record: &RequestRecord,
 ) -> Result<(PreparedRequest, Vec<AnswerSpec>), RequestError> {
-    let deadline = RequestDeadline::after(parsed.timeout);
-    let ParsedRequest { request_id, tenant, model, mut fields, with_text, .. } = parsed;
+    let ParsedRequest { request_id, tenant, model, mut fields, deadline, with_text } = parsed;
     let NamedModel { model, adapter, .. } = model;
     check_output(front, &model, &fields.options)?;
     let flow = record.caller().flow(tenant.as_ref());

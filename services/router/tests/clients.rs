@@ -582,6 +582,20 @@ async fn body_that_never_arrives_does_not_keep_a_connection_of_the_admin_port() 
 }
 
 #[tokio::test]
+async fn slow_body_uses_the_time_of_its_request() {
+    let cluster = Cluster::start(0, 1, ANSWER).await;
+    let mut stream = TcpStream::connect(cluster.router.http).await.unwrap();
+    let head = "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n\
+        x-baton-deadline-ms: 200\r\nconnection: close\r\ncontent-length: 9\r\n\r\n{";
+    stream.write_all(head.as_bytes()).await.unwrap();
+    let mut answer = [0; 12];
+    let read = tokio::time::timeout(DEADLINE, stream.read_exact(&mut answer)).await;
+    read.expect("the request ends at its deadline").unwrap();
+    assert_eq!(answer, *b"HTTP/1.1 504");
+    assert_eq!(cluster.finished("deadline").await, 1.0);
+}
+
+#[tokio::test]
 async fn body_of_the_admin_port_that_is_too_large_gets_an_error_in_json() {
     let cluster = Cluster::start(0, 1, ANSWER).await;
     let mut stream = TcpStream::connect(cluster.router.admin).await.unwrap();

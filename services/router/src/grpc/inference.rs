@@ -211,7 +211,7 @@ fn read(
     call: GenerationCall,
 ) -> Result<ParsedRequest, RequestError> {
     let wire = call.options;
-    let timeout = timeout(front, &wire, metadata)?;
+    let deadline = record.deadline(timeout(front, &wire, metadata)?);
     if wire.tokens_only && call.tools.is_some() {
         let problem = "is true; calls are made of text; allowed: false, or tool_choice none";
         return Err(FieldError::new("options.tokens_only", problem).into());
@@ -229,7 +229,7 @@ fn read(
         max_tokens_name: "options.max_tokens",
         tools: call.tools,
     };
-    Ok(ParsedRequest { request_id, tenant, model, fields, timeout, with_text })
+    Ok(ParsedRequest { request_id, tenant, model, fields, deadline, with_text })
 }
 
 /// Returns the responses of a running request. Dropping the stream cancels the request.

@@ -238,7 +238,9 @@ async fn answer<A: GenerationApi>(
     mut record: RequestRecord,
 ) -> Result<Response, ApiError> {
     let read = async {
-        let body = read_generation_body(front, headers, body, record.caller()).await?;
+        let deadline = record.deadline(context.timeout(front)?);
+        let body = read_generation_body(front, headers, body, record.caller());
+        let body = deadline.limit(body).await??;
         let fields = RequestFields::parse(&body)?;
         let named = named_model(&fields, front, record.caller())?;
         // The metrics count a rejected request for its model too.
@@ -252,7 +254,7 @@ async fn answer<A: GenerationApi>(
             // Pooled values replace the text.
             with_text: fields.options.pooling.is_none(),
             fields,
-            timeout: context.timeout(front)?,
+            deadline,
         };
         Ok((parsed, named, reply_fields))
     };
@@ -264,6 +266,7 @@ async fn answer<A: GenerationApi>(
                 StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
                     RequestEnd::Overloaded
                 }
+                StatusCode::GATEWAY_TIMEOUT => RequestEnd::Deadline,
                 _ => RequestEnd::Invalid,
             };
             record.rejected(end, &error.content.message);
