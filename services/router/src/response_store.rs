@@ -121,8 +121,9 @@ impl ResponseStore {
         self.by_id.insert(id, entry);
     }
 
-    /// Replaces a response in progress. Returns false if it has ended or is not stored any more.
-    pub(crate) fn cancel(&mut self, now: Instant, id: &str, response: StoredResponse) -> bool {
+    /// Replaces a response in progress by its end. Returns false if it has ended or is not stored
+    /// any more.
+    pub(crate) fn end(&mut self, now: Instant, id: &str, response: StoredResponse) -> bool {
         let is_running = |entry: &StoreEntry| entry.response.running.is_some();
         self.by_id.get(id).is_some_and(is_running) && self.update(now, id, response)
     }
@@ -269,14 +270,14 @@ mod tests {
     }
 
     #[test]
-    fn only_a_response_in_progress_is_cancelled() {
+    fn only_a_response_in_progress_ends() {
         let mut fixture = Fixture::of_entries(2);
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let task = runtime.spawn(std::future::ready(()));
         let running = StoredResponse { running: Some(task.abort_handle()), ..response(1000) };
         fixture.store.insert(fixture.now, &"a".into(), "1".to_owned(), running);
-        assert!(fixture.store.cancel(fixture.now, "1", response(1000)));
-        assert!(!fixture.store.cancel(fixture.now, "1", response(1000)), "it has ended");
+        assert!(fixture.store.end(fixture.now, "1", response(1000)));
+        assert!(!fixture.store.end(fixture.now, "1", response(1000)), "it has ended");
         assert!(fixture.store.update(fixture.now, "1", response(1000)));
         fixture.store.remove("1");
         assert!(!fixture.store.update(fixture.now, "1", response(1000)), "it was deleted");

@@ -113,7 +113,7 @@ pub(super) async fn cancel(
     let mut object: Value = serde_json::from_str(found.object.get()).unwrap_or_default();
     object["status"] = json!(ResponseStatus::Cancelled);
     let cancelled = StoredResponse { object: raw(&object), running: None, ..found };
-    if !front.responses.lock().cancel(Instant::now(), &id, cancelled) {
+    if !front.responses.lock().end(Instant::now(), &id, cancelled) {
         let message = format!("the response {id} has ended; allowed: a response in progress");
         return Err(ApiError::invalid(StatusCode::BAD_REQUEST, "invalid_value", message));
     }
@@ -395,12 +395,17 @@ struct KeptResponse {
 }
 
 impl KeptResponse {
-    /// Stores the response at its end, unless it was deleted.
+    /// Stores the response at its end, unless it was deleted. A cancelled response stays cancelled,
+    /// although its last events were on their way.
     fn keep(&self, object: &ResponseObject) {
         if self.is_kept {
             let (output, input) = (raw(&object.output), self.input.clone());
             let response = StoredResponse { object: raw(object), input, output, running: None };
-            self.front.responses.lock().update(Instant::now(), &self.id, response);
+            let (mut store, now) = (self.front.responses.lock(), Instant::now());
+            match object.status {
+                ResponseStatus::Cancelled => store.update(now, &self.id, response),
+                _ => store.end(now, &self.id, response),
+            };
         }
     }
 }
