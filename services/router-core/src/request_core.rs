@@ -163,7 +163,7 @@ impl RequestCore {
     pub fn new(spec: AnswerSpec, policy: RecoveryPolicy) -> Self {
         Self {
             emitted: EmittedTokens::new(spec.sampling.max_tokens, spec.vocabulary_size),
-            recovery: Recovery::new(policy),
+            recovery: Recovery::new(policy, spec.is_further),
             state: RequestCoreState::Picking,
             identity: None,
             any_weights: false,
@@ -205,6 +205,12 @@ impl RequestCore {
         let output = self.emitted.ids();
         let computed = &output[..output.len().saturating_sub(1)];
         self.spec.prefix.first()?.last_after(&self.spec.prompt, computed)
+    }
+
+    /// Returns whether the answer waits until its deadline: it has emitted tokens, or is a further
+    /// answer of its request.
+    pub(crate) fn has_begun(&self) -> bool {
+        self.recovery.has_begun()
     }
 
     pub fn priority(&self) -> i32 {

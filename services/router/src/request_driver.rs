@@ -236,6 +236,7 @@ async fn prepare(
             priority: options.priority,
             vocabulary_size: limits.vocabulary_size,
             deadline: deadline.at.into_std(),
+            is_further: index > 0,
         };
         answers.extend((0..fields.choices).map(|copy| answer_copy(&answer, copy)));
         // Short prompts are tokenized on this thread.
@@ -281,6 +282,7 @@ fn check_prompt_logprobs(answers: &[AnswerSpec]) -> Result<(), FieldError> {
 fn answer_copy(answer: &AnswerSpec, copy: u32) -> AnswerSpec {
     let mut answer = answer.clone();
     answer.sampling.seed = answer.sampling.seed.wrapping_add(u64::from(copy));
+    answer.is_further |= copy > 0;
     answer
 }
 

@@ -2,12 +2,16 @@
 
 mod common;
 
+use std::time::Duration;
+
 use common::{
     Cluster,
     client::{Client, ids_of, text_of},
     encode, long_prompt, model_text,
     node::{Behaviour, END},
+    settings,
 };
+use proto::v1::{NodeLoad, StepCosts};
 use serde_json::{Value, json};
 
 const ANSWER: &str = " Paris is the capital of France. Wine is red.";
@@ -266,6 +270,24 @@ async fn sampling_options_reach_both_nodes_with_defaults_filled_in() {
     assert_ne!(seeds[0], seeds[1]);
     let default = cluster.decode[0].calls()[1].attempt.sampling.clone().unwrap();
     assert_eq!((default.temperature, default.top_p, default.top_k), (1.0, 1.0, 0));
+}
+
+/// The first choice decides whether the request starts in time; the others must not cut it.
+#[tokio::test]
+async fn choices_beyond_the_free_slots_wait_for_the_others() {
+    let mut settings = settings();
+    settings.router.waiting_timeout = Duration::from_millis(100);
+    let (_, decode) = Cluster::nodes(0, 1, ANSWER);
+    let costs = StepCosts { slots: 1, step_tokens: 512, chunk_tokens: 512, ..Default::default() };
+    let step_costs = Some(costs);
+    decode[0].report(NodeLoad { blocks_free: 1000, step_costs, ..Default::default() });
+    decode[0].set_token_time(Duration::from_millis(30));
+    let cluster = Cluster::start_over(settings, vec![], decode).await;
+    let answer = cluster.client.post("/v1/chat/completions", &chat(json!({"n": 3}))).await;
+    let answer = answer.json();
+    let choices = answer["choices"].as_array().unwrap_or_else(|| panic!("{answer}"));
+    assert!(choices.iter().all(|choice| choice["message"]["content"] == ANSWER), "{answer}");
+    assert_eq!(choices.len(), 3);
 }
 
 #[tokio::test]

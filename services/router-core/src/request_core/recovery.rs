@@ -38,7 +38,7 @@ const LOCAL_PREFILL_AFTER: u32 = 3;
 #[derive(Debug)]
 pub(super) struct Recovery {
     policy: RecoveryPolicy,
-    /// Whether an attempt has emitted tokens.
+    /// Whether an attempt has emitted tokens, or the answer is a further one of its request.
     has_begun: bool,
     /// Failed attempts of the whole request, without busy refusals.
     failed_total: u32,
@@ -104,10 +104,10 @@ pub enum GiveUp {
 }
 
 impl Recovery {
-    pub(super) fn new(policy: RecoveryPolicy) -> Self {
+    pub(super) fn new(policy: RecoveryPolicy, is_further: bool) -> Self {
         Self {
             policy,
-            has_begun: false,
+            has_begun: is_further,
             failed_total: 0,
             failed: 0,
             transfers_failed: 0,
@@ -116,6 +116,11 @@ impl Recovery {
             waiting: None,
             no_node: None,
         }
+    }
+
+    /// Returns whether the request waits until its deadline.
+    pub(super) fn has_begun(&self) -> bool {
+        self.has_begun
     }
 
     /// Returns the prefill nodes not to pick.
@@ -318,7 +323,7 @@ mod tests {
     #[test]
     fn no_prefill_node_is_picked_after_three_failed_attempts() {
         let policy = RecoveryPolicy { attempts_max: 8, ..POLICY };
-        let (mut recovery, now) = (Recovery::new(policy), Instant::now());
+        let (mut recovery, now) = (Recovery::new(policy, false), Instant::now());
         for number in 1..=3 {
             assert!(!recovery.local_prefill());
             let failure = failure(AttemptSide::Prefill, FailureCause::Duplicate);
@@ -330,7 +335,7 @@ mod tests {
     #[test]
     fn waits_after_lost_nodes_are_bounded() {
         let policy = RecoveryPolicy { attempts_max: u32::MAX, ..POLICY };
-        let (mut recovery, now) = (Recovery::new(policy), Instant::now());
+        let (mut recovery, now) = (Recovery::new(policy, false), Instant::now());
         let mut next = NextStep::Retry;
         for number in 1..=200 {
             next = recovery.failed(
@@ -359,7 +364,7 @@ mod tests {
             (AttemptSide::Decode, FailureCause::Internal),
             (AttemptSide::Decode, FailureCause::Stale),
         ] {
-            let mut recovery = Recovery::new(POLICY);
+            let mut recovery = Recovery::new(POLICY, false);
             let next = recovery.failed(failure(side, cause), Some(prefill), decode, now);
             assert_eq!(next, NextStep::Retry);
             assert_eq!(recovery.avoid_prefill().contains(&prefill), side == AttemptSide::Prefill);
@@ -372,7 +377,7 @@ mod tests {
     fn a_second_failed_transfer_leads_to_a_decode_node_alone() {
         let now = Instant::now();
         let (prefill, decode) = nodes();
-        let mut recovery = Recovery::new(POLICY);
+        let mut recovery = Recovery::new(POLICY, false);
         let failed = || failure(AttemptSide::Decode, FailureCause::TransferFailed);
         recovery.failed(failed(), Some(prefill), decode, now);
         assert_eq!(recovery.avoid_prefill(), [prefill]);
@@ -385,7 +390,7 @@ mod tests {
     fn attempts_are_bounded_and_the_last_one_needs_no_transfer() {
         let now = Instant::now();
         let (_, decode) = nodes();
-        let mut recovery = Recovery::new(POLICY);
+        let mut recovery = Recovery::new(POLICY, false);
         let lost = || failure(AttemptSide::Prefill, FailureCause::Lost);
         let waits = [NextStep::Retry, retry_after(100), retry_after(200)];
         for (number, next) in (1..).zip(waits) {
@@ -406,7 +411,7 @@ mod tests {
         for cause in [FailureCause::Deadline, FailureCause::Invalid, FailureCause::Contradiction] {
             let failure = failure(AttemptSide::Decode, cause);
             assert_eq!(
-                Recovery::new(POLICY).failed(failure.clone(), None, decode, now),
+                Recovery::new(POLICY, false).failed(failure.clone(), None, decode, now),
                 NextStep::GiveUp(GiveUp::Final(failure))
             );
         }
@@ -415,7 +420,7 @@ mod tests {
     #[test]
     fn an_attempt_that_emitted_tokens_renews_the_budget() {
         let now = Instant::now();
-        let mut recovery = Recovery::new(POLICY);
+        let mut recovery = Recovery::new(POLICY, false);
         let lost = || failure(AttemptSide::Decode, FailureCause::Lost);
         for number in 1..=100 {
             recovery.progressed();
@@ -436,7 +441,7 @@ mod tests {
     fn transfers_that_fail_after_token_0_still_lead_to_a_decode_node_alone() {
         let now = Instant::now();
         let (prefill, decode) = nodes();
-        let mut recovery = Recovery::new(POLICY);
+        let mut recovery = Recovery::new(POLICY, false);
         for _ in 0..2 {
             assert!(!recovery.local_prefill());
             recovery.progressed();
@@ -450,7 +455,7 @@ mod tests {
     fn busy_nodes_use_no_attempt_and_waiting_is_bounded() {
         let start = Instant::now();
         let (prefill, decode) = nodes();
-        let mut recovery = Recovery::new(POLICY);
+        let mut recovery = Recovery::new(POLICY, false);
         assert_eq!(recovery.all_busy(start), NextStep::WaitForTurn);
         for second in 0..30 {
             let now = start + Duration::from_secs(second);
@@ -469,7 +474,7 @@ mod tests {
     fn waiting_for_an_absent_decode_node_ends_only_at_the_deadline() {
         let start = Instant::now();
         let (_, decode) = nodes();
-        let mut recovery = Recovery::new(POLICY);
+        let mut recovery = Recovery::new(POLICY, false);
         recovery.failed(failure(AttemptSide::Decode, FailureCause::Lost), None, decode, start);
         for waited in [Duration::ZERO, POLICY.busy_timeout, Duration::from_secs(3600)] {
             let next = recovery.no_node(&NONE_UP, start + waited);
@@ -481,7 +486,7 @@ mod tests {
     #[test]
     fn waiting_for_nodes_that_fit_is_bounded() {
         let start = Instant::now();
-        let mut recovery = Recovery::new(POLICY);
+        let mut recovery = Recovery::new(POLICY, false);
         let unfit = NoNode::NoneFits { role: Role::Decode };
         let zero = Duration::ZERO;
         assert_eq!(recovery.no_node(&unfit, start), NextStep::WaitForNode { waited: zero });
@@ -499,17 +504,17 @@ mod tests {
         let (_, decode) = nodes();
         let zero = Duration::ZERO;
 
-        let mut recovery = Recovery::new(POLICY);
+        let mut recovery = Recovery::new(POLICY, false);
         recovery.no_node(&NONE_UP, start);
         recovery.all_busy(start);
         assert_eq!(recovery.no_node(&NONE_UP, later), NextStep::WaitForNode { waited: zero });
 
-        let mut recovery = Recovery::new(POLICY);
+        let mut recovery = Recovery::new(POLICY, false);
         recovery.no_node(&NONE_UP, start);
         recovery.failed(failure(AttemptSide::Decode, FailureCause::Busy), None, decode, start);
         assert_eq!(recovery.no_node(&NONE_UP, later), NextStep::WaitForNode { waited: zero });
 
-        let mut recovery = Recovery::new(POLICY);
+        let mut recovery = Recovery::new(POLICY, false);
         recovery.all_busy(start);
         recovery.no_node(&NONE_UP, start);
         recovery.all_busy(later);

@@ -54,6 +54,10 @@ pub struct AnswerSpec {
     pub vocabulary_size: u32,
     /// The request fails if it has not finished by this time.
     pub deadline: Instant,
+    /// Whether the request has an earlier answer, which decides whether the request starts in time.
+    /// A further answer waits until the deadline, as if it had begun: its failure would cut the
+    /// earlier one.
+    pub is_further: bool,
 }
 
 impl AnswerSpec {

@@ -90,6 +90,7 @@ impl Owner {
             priority: 0,
             vocabulary_size: 1000,
             deadline: now + TIMEOUT,
+            is_further: false,
         };
         let core = RequestCore::new(spec, POLICY);
         Self { core, start: now, now, picked: 0, received: Vec::new() }
@@ -397,6 +398,18 @@ fn a_begun_answer_waits_for_busy_nodes_until_its_deadline() {
         assert_eq!(owner.no_node(&BUSY), [RequestOutput::WaitForTurn]);
     };
     assert_eq!(end, [RequestOutput::Fail(GiveUp::Deadline)]);
+    assert_eq!(owner.elapsed(), TIMEOUT);
+}
+
+#[test]
+fn a_further_answer_of_a_request_waits_like_one_that_has_begun() {
+    let mut owner = Owner::new();
+    let spec = AnswerSpec { is_further: true, ..owner.core.spec };
+    owner.core = RequestCore::new(spec, POLICY);
+    owner.core.start(owner.now, true);
+    assert_eq!(owner.outputs(), [RequestOutput::WaitForTurn]);
+    assert_eq!(owner.core.requirements().capacity, RequiredCapacity::Start { headroom: false });
+    assert_eq!(owner.deadline(), [RequestOutput::Fail(GiveUp::Deadline)]);
     assert_eq!(owner.elapsed(), TIMEOUT);
 }
 

@@ -66,6 +66,7 @@ impl Router {
             priority: 0,
             vocabulary_size: VOCABULARY,
             deadline,
+            is_further: false,
         };
         let core = AnswerCore::start(now, &mut self.core, flow, spec, self.policy);
         self.requests.insert(core.id(), id);
