@@ -9,6 +9,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use socket2::SockRef;
+
 use super::{
     Ended, Outgoing, Shared, handshake, ipc, nccl,
     outbox::Outbox,
@@ -75,8 +77,10 @@ fn carry(
                 let connections_max = factor * shared.transport.tcp_connections as usize;
                 let connections_max = connections_max.min(TCP_CONNECTIONS_MAX);
                 connected.0.peer_addr().and_then(|address| {
-                    let connect =
-                        || connect_once(&outgoing, (kind, group), &[address], Instant::now());
+                    let connect = |number| {
+                        let group = (kind, group);
+                        connect_once(&outgoing, group, number, &[address], Instant::now())
+                    };
                     tcp::send_chunks(&outgoing, connected, connections_max, connect)
                         .map(|()| Ended::Closed)
                 })
@@ -125,7 +129,7 @@ fn connect(
     let deadline = Instant::now() + LEASE;
     let addresses = shared.resolver.resolve(endpoint).map_err(io::Error::other)?;
     loop {
-        let error = match connect_once(outgoing, group, &addresses, deadline) {
+        let error = match connect_once(outgoing, group, 0, &addresses, deadline) {
             Ok(connected) => return Ok(connected),
             Err(error) => error,
         };
@@ -140,11 +144,12 @@ fn connect(
     }
 }
 
-/// Tries each address until `deadline`, and at least the first. Returns `None` if the outbox was
-/// closed, or the group has ended, meanwhile.
+/// Opens connection `number` of the group. Tries each address until `deadline`, and at least the
+/// first. Returns `None` if the outbox was closed, or the group has ended, meanwhile.
 fn connect_once(
     outgoing: &Outgoing<'_>,
     (kind, group): (TransferKind, u64),
+    number: usize,
     addresses: &[SocketAddr],
     deadline: Instant,
 ) -> io::Result<Option<Connected>> {
@@ -155,8 +160,10 @@ fn connect_once(
     for address in addresses {
         let made = TcpStream::connect_timeout(address, CONNECT_TIMEOUT).and_then(|mut stream| {
             stream.set_nodelay(true)?;
+            // Without it, the kernel reports a dead connection only after about 15 minutes.
+            SockRef::from(&stream).set_tcp_user_timeout(Some(LEASE))?;
             // Before the handshake, which then ends with the outbox.
-            if !outbox.connected(&stream)? {
+            if !outbox.connected(number, &stream)? {
                 return Ok(None);
             }
             let tls = handshake::connect(&mut stream, &shared.keys, tls.as_deref(), sender)

@@ -1,13 +1,10 @@
 //! Chunks queued for one peer. The driver fills the queue and the writer thread drains it.
 
 use std::{
-    collections::VecDeque,
+    collections::{BTreeMap, VecDeque},
     io,
     net::{Shutdown, TcpStream},
-    sync::{
-        Condvar, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::{Condvar, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -42,8 +39,8 @@ struct State {
     queue: VecDeque<Job>,
     /// Chunks in flight: the writer holds them, or the peer has not answered them.
     taken: InFlight<ChunkInFlight>,
-    /// Shut down when the outbox is closed, to wake the threads that use them. Several for `tcp`.
-    streams: Vec<TcpStream>,
+    /// Connections by their number in the group. Several for `tcp`.
+    connections: BTreeMap<usize, Connection>,
     /// Whether the connection is no longer needed. The driver sets it.
     closed: bool,
     /// Why the group of connections has ended. Set by the first thread that finds out.
@@ -53,6 +50,12 @@ struct State {
     /// Whether a kernel that cannot be aborted may still read the chunks being sent. The writer
     /// sets it.
     stuck: bool,
+}
+
+struct Connection {
+    /// Shut down when the outbox is closed, to wake the threads that use the connection.
+    stream: TcpStream,
+    has_taken_chunks: bool,
 }
 
 impl State {
@@ -65,10 +68,15 @@ impl State {
         !self.queue.is_empty() && self.queue.len() + self.taken.chunks.len() > number
     }
 
+    fn break_off(&mut self, reason: String) {
+        self.broken.get_or_insert(reason);
+        self.shut_down_streams();
+    }
+
     fn shut_down_streams(&self) {
-        for stream in &self.streams {
+        for connection in self.connections.values() {
             // Fails only if the connection has already closed.
-            let _ = stream.shutdown(Shutdown::Both);
+            let _ = connection.stream.shutdown(Shutdown::Both);
         }
     }
 }
@@ -148,23 +156,28 @@ impl Outbox {
 
     /// As [`Outbox::next`], for the connection with this number. Connection `n` takes a chunk only
     /// while `n` others are in flight or queued, so that few chunks use few connections. Returns
-    /// `None` once `is_lost` is set, too.
-    pub(super) fn next_of_connection(&self, number: usize, is_lost: &AtomicBool) -> Option<Job> {
+    /// `None` once the connection is lost, too.
+    pub(super) fn next_of_connection(&self, number: usize) -> Option<Job> {
         let next = self.wait_for(|state| {
-            if is_lost.load(Ordering::Acquire) {
-                return Some(None);
-            }
-            let job = state.needs_connection(number).then(|| state.queue.pop_front())??;
+            let is_needed = state.needs_connection(number);
+            let Some(connection) = state.connections.get_mut(&number) else { return Some(None) };
+            let job = is_needed.then(|| state.queue.pop_front())??;
+            connection.has_taken_chunks = true;
             state.take(job.chunk);
             Some(Some(job))
         });
         next.flatten()
     }
 
-    /// Records that a connection has ended which has no chunk in flight.
-    pub(super) fn lose_connection(&self, is_lost: &AtomicBool) {
-        let _state = self.lock();
-        is_lost.store(true, Ordering::Release);
+    /// Records that connection `number` is lost. The group can do without a further connection
+    /// that has taken no chunk. Otherwise the group ends: the peer may lack bytes of chunks that
+    /// were reported as sent.
+    pub(super) fn lose_connection(&self, number: usize, reason: String) {
+        let mut state = self.lock();
+        let lost = state.connections.remove(&number);
+        if number == 0 || lost.is_some_and(|lost| lost.has_taken_chunks) {
+            state.break_off(reason);
+        }
         self.changed.notify_all();
     }
 
@@ -227,9 +240,7 @@ impl Outbox {
     }
 
     pub(super) fn break_off(&self, reason: String) {
-        let mut state = self.lock();
-        state.broken.get_or_insert(reason);
-        state.shut_down_streams();
+        self.lock().break_off(reason);
         self.changed.notify_all();
     }
 
@@ -275,20 +286,21 @@ impl Outbox {
         outcome
     }
 
-    /// Stores a new connection. Returns false if the outbox was closed or the connection broken
-    /// meanwhile.
-    pub(super) fn connected(&self, stream: &TcpStream) -> io::Result<bool> {
+    /// Stores connection `number`, in place of an earlier one. Returns false if the outbox was
+    /// closed or the group has ended meanwhile.
+    pub(super) fn connected(&self, number: usize, stream: &TcpStream) -> io::Result<bool> {
         let mut state = self.lock();
         let is_over = state.closed || state.broken.is_some();
         if !is_over {
-            state.streams.push(stream.try_clone()?);
+            let stream = stream.try_clone()?;
+            state.connections.insert(number, Connection { stream, has_taken_chunks: false });
         }
         Ok(!is_over)
     }
 
     /// Forgets the connections of a transport that the peer has refused.
     pub(super) fn disconnected(&self) {
-        self.lock().streams.clear();
+        self.lock().connections.clear();
     }
 
     /// Sleeps for `pause`. Returns false if the outbox was closed meanwhile.
@@ -312,7 +324,7 @@ impl Outbox {
         let state = &mut *state;
         state.ended = true;
         state.queue.clear();
-        state.streams.clear();
+        state.connections.clear();
         let chunks = std::mem::take(&mut state.taken.chunks);
         let (stuck, taken): (Vec<_>, Vec<_>) = chunks
             .into_iter()
@@ -331,6 +343,8 @@ impl Outbox {
 
 #[cfg(test)]
 mod tests {
+    use std::net::TcpListener;
+
     use kernels::{BlockId, Dtype, KvArena, KvLayout};
 
     use super::*;
@@ -367,7 +381,13 @@ mod tests {
         let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, dtype: Dtype::F32 };
         let arena = KvArena::host(layout, 1).unwrap();
         let outbox = Outbox::new(1);
-        let is_lost = AtomicBool::new(false);
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let connect = |number| {
+            let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            assert!(outbox.connected(number, &stream).unwrap());
+        };
+        connect(0);
+        connect(1);
         let needed = || [0, 1, 2, 3].map(|number| outbox.lock().needs_connection(number));
         assert_eq!(needed(), [false; 4]);
         let push = |index| {
@@ -379,18 +399,45 @@ mod tests {
         assert_eq!(needed(), [true, false, false, false]);
         push(1);
         assert_eq!(needed(), [true, true, false, false]);
-        assert_eq!(outbox.next_of_connection(0, &is_lost).unwrap().chunk, first);
+        assert_eq!(outbox.next_of_connection(0).unwrap().chunk, first);
         assert_eq!(needed(), [true, true, false, false], "one is in flight, one queued");
         assert!(outbox.await_need(1));
         push(2);
         assert_eq!(needed(), [true, true, true, false]);
         outbox.end_chunk(first);
         assert_eq!(needed(), [true, true, false, false]);
-        outbox.lose_connection(&is_lost);
-        assert!(outbox.next_of_connection(0, &is_lost).is_none() && outbox.await_need(1));
-        is_lost.store(false, Ordering::Release);
+        outbox.lose_connection(1, "reset".to_owned());
+        assert!(outbox.next_of_connection(1).is_none() && outbox.await_need(1));
         outbox.close();
-        assert!(!outbox.await_need(0) && outbox.next_of_connection(0, &is_lost).is_none());
+        assert!(!outbox.await_need(0) && outbox.next_of_connection(0).is_none());
+    }
+
+    #[test]
+    fn lost_connection_ends_the_group_only_if_it_has_taken_a_chunk() {
+        let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, dtype: Dtype::F32 };
+        let arena = KvArena::host(layout, 1).unwrap();
+        let outbox = Outbox::new(1);
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let connect = |number| {
+            let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            assert!(outbox.connected(number, &stream).unwrap());
+        };
+        for _ in 0..3 {
+            connect(1);
+            outbox.lose_connection(1, "reset".to_owned());
+            assert!(!outbox.is_over() && outbox.lock().connections.is_empty(), "no stream is kept");
+        }
+        connect(1);
+        let chunk = |index| ChunkId { transfer: TransferId(7), index };
+        for index in 0..2 {
+            outbox.push(chunk(index), vec![arena.read(BlockId(0)).unwrap()]).unwrap();
+        }
+        assert_eq!(outbox.next_of_connection(1).unwrap().chunk, chunk(0));
+        // Sent: the kernel has the bytes, and the peer may not have them.
+        outbox.end_chunk(chunk(0));
+        outbox.lose_connection(1, "reset".to_owned());
+        assert!(outbox.is_over());
+        assert_eq!(outbox.end("closed".to_owned()).1.as_deref(), Some("reset"));
     }
 
     #[test]

@@ -13,9 +13,10 @@ use crate::config::LEASE;
 /// Longest wait of one system call before the thread checks whether it should stop.
 pub(super) const POLL: Duration = Duration::from_millis(50);
 
-/// Returns whether the error is a time-out or an interrupted call.
+/// Returns whether a call has timed out or was interrupted. `ErrorKind::TimedOut` is neither: the
+/// kernel has given up the connection.
 pub(super) fn is_pause(error: &io::Error) -> bool {
-    matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted)
+    matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted)
 }
 
 /// Fails if the peer has moved no byte of a frame for a lease, even if its heartbeats continue.

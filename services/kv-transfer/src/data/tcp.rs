@@ -5,8 +5,9 @@
 //! A sender opens one connection, and further ones of the same group while several chunks are
 //! queued. Each connection is a sequence of frames ([`frame`]), one per chunk. Each end of a
 //! connection has one thread that moves bytes: `writer` from borrowed blocks, `reader` into posted
-//! blocks. Each chunk's xxh3 is part of `DONE`. The end of a connection with a chunk in flight, and
-//! that of the first connection, ends the group.
+//! blocks. Each chunk's xxh3 is part of `DONE`. The end of the first connection, and that of a
+//! connection that has carried a chunk, ends the group: a chunk counts as sent once the kernel has
+//! its bytes, and the kernel loses them with the connection.
 
 pub mod frame;
 mod reader;
@@ -15,7 +16,6 @@ mod writer;
 use std::{
     io::{self, Read, Write},
     net::{Shutdown, TcpStream},
-    sync::atomic::AtomicBool,
     thread,
     time::Duration,
 };
@@ -48,18 +48,18 @@ pub(in crate::data) type Connected = (TcpStream, Option<TlsSender>);
 /// Sends chunks until the outbox is closed or a connection fails. Uses up to `connections_max`
 /// connections: `first`, and further ones that `connect` opens while several chunks are queued. A
 /// further connection is optional: it is opened again after it could not be opened, or has ended
-/// without a chunk in flight. `connect` returns `None` once the outbox is closed.
+/// before its first chunk. `connect` returns `None` once the outbox is closed.
 pub(in crate::data) fn send_chunks(
     outgoing: &Outgoing<'_>,
     first: Connected,
     connections_max: usize,
-    connect: impl Fn() -> io::Result<Option<Connected>> + Sync,
+    connect: impl Fn(usize) -> io::Result<Option<Connected>> + Sync,
 ) -> io::Result<()> {
     let outbox = outgoing.outbox;
     outgoing.shared.staging.prepare();
     let use_further = |number| {
         while outbox.await_need(number) {
-            let used = match connect() {
+            let used = match connect(number) {
                 Ok(Some(connected)) => use_connection(outgoing, number, connected),
                 Ok(None) => return,
                 Err(error) => Err(error),
@@ -94,11 +94,12 @@ fn use_connection(
 ) -> io::Result<()> {
     let outbox = outgoing.outbox;
     stream.set_write_timeout(Some(POLL))?;
-    let (watched, is_lost) = (stream.try_clone()?, AtomicBool::new(false));
+    let watched = stream.try_clone()?;
     thread::scope(|scope| {
-        let watch = || match watch(outbox, watched) {
-            Some(reason) if number == 0 => outbox.break_off(reason),
-            _ => outbox.lose_connection(&is_lost),
+        let watch = || {
+            if let Some(reason) = watch(outbox, watched) {
+                outbox.lose_connection(number, reason);
+            }
         };
         let watching = thread::Builder::new()
             .name("kv-data-watch".to_owned())
@@ -106,14 +107,14 @@ fn use_connection(
             .map(drop);
         let written = watching.and_then(|()| match tls {
             Some(mut tls) => {
-                let written = writer::write_frames(outgoing, number, &is_lost, &mut tls);
+                let written = writer::write_frames(outgoing, number, &mut tls);
                 // TLS requires it: without it the receiver cannot tell this end from a truncated
                 // stream.
                 tls.conn.send_close_notify();
                 let _ = tls.flush();
                 written
             }
-            None => writer::write_frames(outgoing, number, &is_lost, &mut stream),
+            None => writer::write_frames(outgoing, number, &mut stream),
         });
         if let Err(error) = &written {
             // Before the watcher, which would name the consequence.

@@ -13,6 +13,7 @@ mod transports;
 fn main() -> std::process::ExitCode {
     let tests = test_harness::tests![
         firewall::dropped_data_port_fails_only_its_pair_after_a_lease,
+        firewall::lost_connection_fails_a_transfer_after_done,
         hostile::garbage_on_both_ports_disturbs_no_transfer,
         hostile::zap_blocks_frames_of_unauthenticated_peers,
         hostile::recorded_credential_is_rejected,
@@ -63,6 +64,7 @@ fn main() -> std::process::ExitCode {
     test_harness::main(
         &[
             (firewall::FIREWALL_HELPER, firewall::run_behind_firewall),
+            (firewall::LOST_CONNECTION_HELPER, firewall::run_with_lost_connection),
             (process::CHILD_HELPER, process::run_child),
         ],
         tests,

@@ -2,7 +2,6 @@
 
 use std::{
     io::{self, IoSlice, Write},
-    sync::atomic::AtomicBool,
     time::Instant,
 };
 
@@ -27,16 +26,14 @@ use crate::{api::TransferId, transport::ChunkId};
 const PIECE_SLICES: usize = 16;
 const SLICE_BYTES: usize = 16 << 10;
 
-/// Writes frames until the outbox is closed, the group of connections has ended, or `is_lost` says
-/// that this connection has. `number` is that of the connection in its group.
+/// Writes frames until the outbox is closed, or connection `number` or its group has ended.
 pub(super) fn write_frames(
     outgoing: &Outgoing<'_>,
     number: usize,
-    is_lost: &AtomicBool,
     stream: &mut impl Write,
 ) -> io::Result<()> {
     let outbox = outgoing.outbox;
-    while let Some(job) = outbox.next_of_connection(number, is_lost) {
+    while let Some(job) = outbox.next_of_connection(number) {
         let chunk = job.chunk;
         let written = write_frame(outgoing, stream, job);
         // `write_frame` drops the blocks in every case.
