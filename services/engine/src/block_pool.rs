@@ -125,6 +125,8 @@ pub(crate) struct BlockPool {
     counts: BlockCounts,
     /// Cached blocks that saves read.
     cached_copying: u32,
+    /// Number of changes of states, retained contents and saves.
+    changes: u64,
 }
 
 impl BlockPool {
@@ -150,6 +152,7 @@ impl BlockPool {
             next_group: 0,
             counts: BlockCounts { free: block_count, ..BlockCounts::default() },
             cached_copying: 0,
+            changes: 0,
         }
     }
 
@@ -174,6 +177,11 @@ impl BlockPool {
     /// Returns the number of cached blocks that are kept.
     pub(crate) fn kept_blocks(&self) -> u32 {
         self.kept_blocks
+    }
+
+    /// Returns a number that differs after every change of what can be allocated or looked up.
+    pub(crate) fn changes(&self) -> u64 {
+        self.changes
     }
 
     pub(crate) fn state(&self, block: BlockId) -> BlockState {
@@ -227,7 +235,7 @@ impl BlockPool {
             self.blocks[block.index()].state = state;
             taken.push(block);
         }
-        self.assert_counts();
+        self.record_change();
         Some(taken)
     }
 
@@ -246,7 +254,7 @@ impl BlockPool {
             }
             state => panic!("block {} is {state:?} and cannot be held", block.0),
         }
-        self.assert_counts();
+        self.record_change();
     }
 
     /// Drops a reference. With the last one the block becomes cached if its contents are retained,
@@ -273,7 +281,7 @@ impl BlockPool {
                 self.put_free(block);
             }
         }
-        self.assert_counts();
+        self.record_change();
     }
 
     /// Marks a held block as known to the prefix cache.
@@ -283,6 +291,7 @@ impl BlockPool {
             "only a held block can be retained"
         );
         self.blocks[block.index()].retained = true;
+        self.record_change();
     }
 
     /// Turns a reserved block that the transfer has written into a held block with one reference.
@@ -291,7 +300,7 @@ impl BlockPool {
         self.counts.reserved -= 1;
         self.counts.held += 1;
         self.blocks[block.index()].state = BlockState::Held { refs: 1 };
-        self.assert_counts();
+        self.record_change();
     }
 
     /// Frees a reserved block after a failed transfer, when no write can land.
@@ -299,7 +308,7 @@ impl BlockPool {
         self.assert_reserved(block, owner);
         self.counts.reserved -= 1;
         self.put_free(block);
-        self.assert_counts();
+        self.record_change();
     }
 
     /// Pins a held block for a DMA read.
@@ -325,6 +334,7 @@ impl BlockPool {
         assert!(entry.retained && !entry.copying, "block {} cannot be saved", block.0);
         entry.copying = true;
         self.cached_copying += u32::from(entry.state == BlockState::Cached);
+        self.record_change();
     }
 
     /// Ends the copy of a save.
@@ -333,6 +343,7 @@ impl BlockPool {
         assert!(entry.copying, "block {} is not the source of a save", block.0);
         entry.copying = false;
         self.cached_copying -= u32::from(entry.state == BlockState::Cached);
+        self.record_change();
     }
 
     /// Returns whether a save reads the block.
@@ -352,7 +363,8 @@ impl BlockPool {
         assert_eq!(state, BlockState::Reserved { owner }, "block {}", block.0);
     }
 
-    fn assert_counts(&self) {
+    fn record_change(&mut self) {
         debug_assert_eq!(self.counts.total(), self.total());
+        self.changes += 1;
     }
 }

@@ -46,14 +46,14 @@ impl KvBlocks {
         self.groups.needed(len, 0..blocks)
     }
 
-    /// Holds the cached prefix of `tokens`, if the rest of the sequence's blocks can be allocated
-    /// and `headroom` blocks remain. Returns the block table of the prefix and the number of blocks
-    /// of the rest. `rest` returns this number for a prefix of the given number of table entries.
+    /// Returns the block table of the cached prefix of `tokens` and the number of blocks of the
+    /// sequence's rest, if these can be allocated and `headroom` blocks remain. `rest` returns the
+    /// number for a prefix of the given number of table entries.
     ///
     /// # Errors
     /// The number of blocks that would have to be available.
-    pub(crate) fn hold_prefix(
-        &mut self,
+    pub(crate) fn fit_prefix(
+        &self,
         chain: &HashChain,
         tokens: &[u32],
         rest: impl Fn(usize) -> u32,
@@ -64,11 +64,12 @@ impl KvBlocks {
         let leaving = blocks_of(&table).filter(cached).count() as u32;
         let rest = rest(table.len());
         let needed = leaving + rest + headroom;
-        if self.pool.available() < needed {
-            return Err(needed);
-        }
-        blocks_of(&table).for_each(|block| self.pool.hold(block));
-        Ok((table, rest))
+        if self.pool.available() < needed { Err(needed) } else { Ok((table, rest)) }
+    }
+
+    /// Adds one reference to each block of a table.
+    pub(crate) fn hold(&mut self, table: &[BlockId]) {
+        blocks_of(table).for_each(|block| self.pool.hold(block));
     }
 
     /// Releases the blocks of a table to which no token from position `computed` on attends.

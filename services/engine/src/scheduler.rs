@@ -78,9 +78,8 @@ pub struct Scheduler {
     seeds: CacheSeeds,
     kv: KvBlocks,
     sequences: Sequences,
-    /// The last sequence that could not be admitted for lack of blocks, and the number of available
-    /// blocks that it needs.
-    lacking: Option<(SequenceId, u32)>,
+    /// The last sequence that could not be admitted for lack of blocks.
+    lacking: Option<LackingSequence>,
     /// Available blocks that a running row needed in the last plan and that saves keep; 0 without
     /// such a row.
     row_lacks: u32,
@@ -99,6 +98,17 @@ pub struct Scheduler {
     planned_work: StepWork,
     /// False while the batch drains. Then only preempted sequences join it.
     is_admitting: bool,
+}
+
+/// A sequence that cannot be admitted while `headroom` and the block pool stay as they are.
+#[derive(Debug)]
+struct LackingSequence {
+    id: SequenceId,
+    /// Available blocks that the sequence needs, `headroom` included.
+    needed: u32,
+    headroom: u32,
+    /// [`BlockPool::changes`](crate::block_pool::BlockPool::changes) at the last try.
+    pool_changes: u64,
 }
 
 impl Scheduler {
@@ -296,6 +306,7 @@ impl Scheduler {
     /// has not ended may arrive again.
     fn remove(&mut self, id: SequenceId) {
         let Some(mut sequence) = self.sequences.remove(id) else { return };
+        self.lacking.take_if(|lacking| lacking.id == id);
         if let (Some(sessions), Some(turn)) = (&mut self.sessions, sequence.turn.take()) {
             sessions.put_back(turn);
         }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use kernels::{BLOCK_TOKENS, BlockId, KvGroups, NO_BLOCK, sampling::SampledToken};
 
 use super::{
-    Scheduler,
+    LackingSequence, Scheduler,
     loading::publish,
     sequence::{Row, Sequence, SequenceBlocks, SequencePhase},
 };
@@ -244,21 +244,43 @@ impl Scheduler {
         id: SequenceId,
         actions: &mut Vec<Action>,
     ) -> Option<(Vec<BlockId>, u32)> {
-        let headroom = self.headroom();
-        let sequence = &self.sequences[id];
-        let (tokens, groups) = (sequence.cacheable_tokens(), self.kv.groups.clone());
+        if self.still_lacks_blocks(id) {
+            return None;
+        }
+        match self.fit_prefix(id) {
+            Ok((prefix, rest)) => {
+                self.kv.hold(&prefix);
+                Some((prefix, rest))
+            }
+            Err(needed) => {
+                let (headroom, pool_changes) = (self.headroom(), self.kv.pool.changes());
+                self.lacking = Some(LackingSequence { id, needed, headroom, pool_changes });
+                self.cancel_awaited_saves(needed, actions);
+                None
+            }
+        }
+    }
+
+    /// Returns whether the sequence lacked blocks at its last try, and nothing has changed since.
+    /// A look-up of a long prefix in the prefix cache at every input would delay the steps.
+    pub(super) fn still_lacks_blocks(&self, id: SequenceId) -> bool {
+        let now = (id, self.headroom(), self.kv.pool.changes());
+        self.lacking.as_ref().is_some_and(|it| (it.id, it.headroom, it.pool_changes) == now)
+    }
+
+    /// Returns the cached blocks of the sequence's prefix and the number of blocks that the
+    /// sequence needs beside them, or the number of blocks that would have to be available.
+    pub(super) fn fit_prefix(&self, id: SequenceId) -> Result<(Vec<BlockId>, u32), u32> {
+        let (sequence, groups) = (&self.sequences[id], &self.kv.groups);
         // With tiers all blocks are reserved: a load writes the blocks in order, without gaps.
         let is_received = sequence.kind == SequenceKind::Receive && self.tiers.is_none();
         let len = sequence.tokens.len();
-        let rest = move |cached: usize| match is_received
-            && !is_prefilled_here(len, &groups, cached)
-        {
+        let rest = |cached: usize| match is_received && !is_prefilled_here(len, groups, cached) {
             true => groups.needed(len, cached / groups.count()..len.div_ceil(BLOCK_TOKENS)).count(),
             false => groups.entries(len) - cached,
         };
-        let held =
-            self.kv.hold_prefix(&sequence.chain, tokens, |cached| rest(cached) as u32, headroom);
-        held.map_err(|needed| self.lacks_blocks(id, needed, actions)).ok()
+        let (chain, tokens) = (&sequence.chain, sequence.cacheable_tokens());
+        self.kv.fit_prefix(chain, tokens, |cached| rest(cached) as u32, self.headroom())
     }
 
     /// Requests the KV of the reserved blocks `rest` from the prefill peer, or computes it here if
@@ -403,10 +425,10 @@ impl Scheduler {
         let waits = |id| {
             self.sequences.get(id).is_some_and(|it| matches!(it.phase(), SequencePhase::Waiting))
         };
-        let lacking = self.lacking.filter(|&(id, _)| waits(id) && self.unclaimed_slots() > 0);
+        let lacking = self.lacking.as_ref().filter(|it| waits(it.id) && self.unclaimed_slots() > 0);
         // The row may have ended since the last plan.
         let row_lacks = if self.sequences.running().is_empty() { 0 } else { self.row_lacks };
-        [row_lacks, lacking.map_or(0, |(_, needed)| needed)]
+        [row_lacks, lacking.map_or(0, |it| it.needed)]
     }
 
     /// Returns the blocks to leave for the batch: one of each KV group for each row, so that a new

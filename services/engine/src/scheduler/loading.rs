@@ -89,13 +89,6 @@ impl Scheduler {
         }
     }
 
-    /// Records that a sequence waits until `needed` blocks are available. If saves keep such
-    /// blocks, cancels those whose copies have not begun.
-    pub(super) fn lacks_blocks(&mut self, id: SequenceId, needed: u32, actions: &mut Vec<Action>) {
-        self.lacking = Some((id, needed));
-        self.cancel_awaited_saves(needed, actions);
-    }
-
     /// If saves keep some of the `needed` blocks, cancels the saves whose copies have not begun.
     pub(super) fn cancel_awaited_saves(&mut self, needed: u32, actions: &mut Vec<Action>) {
         let pool = &self.kv.pool;

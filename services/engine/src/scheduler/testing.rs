@@ -25,7 +25,9 @@ impl Scheduler {
         for (id, sequence) in self.sequences.iter() {
             match sequence.phase() {
                 SequencePhase::AwaitingReady => assert!(self.transfers.contains(id)),
-                SequencePhase::Waiting => {}
+                SequencePhase::Waiting => {
+                    assert!(!self.still_lacks_blocks(id) || self.fit_prefix(id).is_err());
+                }
                 SequencePhase::Reserved { prefix } => {
                     assert!(self.transfers.contains(id));
                     count(prefix);

@@ -113,6 +113,18 @@ fn kv_with_an_invalid_token_fails_its_sequence_alone() {
 }
 
 #[test]
+fn a_receive_that_arrives_again_with_fewer_tokens_gets_its_blocks() {
+    let mut scheduler = scheduler(unbounded_waits(limits(4, 64, 6, 2)));
+    let mut arrive = |input| actions(&mut scheduler, Instant::now(), input);
+    arrive(Input::Arrived(new(1, RECEIVE, 60, 2)));
+    let id = SequenceId(2);
+    assert_eq!(arrive(Input::Arrived(new(2, RECEIVE, 60, 2))), [], "2 of 4 blocks are free");
+    assert_eq!(arrive(Input::Abort { id }), []);
+    let reserved = arrive(Input::Arrived(new(2, RECEIVE, 20, 2)));
+    assert!(matches!(reserved[..], [Action::Reserve { .. }, Action::Admitted { .. }]));
+}
+
+#[test]
 fn a_receive_without_blocks_in_time_is_busy() {
     let config = SchedulerConfig {
         reserve_timeout: Duration::from_millis(50),
