@@ -379,9 +379,7 @@ impl Scheduler {
         if self.sequences.reserved_count() == 0 {
             return;
         }
-        let is_send = |id| self.sequences[id].kind == SequenceKind::Send;
-        let senders: Vec<_> = self.sequences.waiting().computes(is_send).collect();
-        for id in senders {
+        for id in self.sequences.waiting_sends() {
             let reason = "no room to prefill for a peer beside reservations".to_owned();
             self.fail(id, SequenceFailure::Busy { reason }, actions);
         }

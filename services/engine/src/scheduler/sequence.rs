@@ -208,6 +208,11 @@ impl Sequence {
         self.cached_tokens.is_some()
     }
 
+    /// Returns whether the sequence prefills for a peer and waits in the queue.
+    pub(super) fn is_waiting_send(&self) -> bool {
+        self.kind == SequenceKind::Send && matches!(self.phase, SequencePhase::Waiting)
+    }
+
     /// Returns the tokens whose KV may be found in the prefix cache: none before the
     /// log-probabilities of the prompt are computed, which need a forward pass of every prompt
     /// token.

@@ -25,6 +25,8 @@ type ByArrival = Vec<(Arrival, SequenceId)>;
 pub(super) struct Sequences {
     by_id: HashMap<SequenceId, Sequence>,
     waiting: WaitingSequences,
+    /// Number of sequences of kind `Send` in `waiting`.
+    waiting_send_count: u32,
     reserved_count: u32,
     loading_count: u32,
     ready: ByArrival,
@@ -143,6 +145,7 @@ impl Sequences {
     fn enter(&mut self, id: SequenceId, is_preempted: bool) {
         let sequence = &self.by_id[&id];
         let arrival = sequence.arrival;
+        self.waiting_send_count += u32::from(sequence.is_waiting_send());
         match (sequence.phase(), sequence.kind) {
             (SequencePhase::AwaitingReady, _) => {}
             (SequencePhase::Waiting, SequenceKind::Receive) => {
@@ -161,6 +164,7 @@ impl Sequences {
     fn leave(&mut self, id: SequenceId) {
         let sequence = &self.by_id[&id];
         let entry = (sequence.arrival, id);
+        self.waiting_send_count -= u32::from(sequence.is_waiting_send());
         match sequence.phase() {
             SequencePhase::AwaitingReady => {}
             SequencePhase::Waiting => self.waiting.remove(sequence.arrival, id),
@@ -184,6 +188,14 @@ impl Sequences {
     /// Returns the first sequence that was preempted and waits to join the batch again.
     pub(super) fn first_preempted(&self) -> Option<SequenceId> {
         self.waiting.computes(|id| self[id].was_admitted()).next()
+    }
+
+    /// Returns the sequences of kind `Send` in the queue, oldest first.
+    pub(super) fn waiting_sends(&self) -> Vec<SequenceId> {
+        match self.waiting_send_count {
+            0 => Vec::new(),
+            _ => self.waiting.computes(|id| self[id].is_waiting_send()).collect(),
+        }
     }
 
     /// Returns the number of sequences in phase `Reserved`.
@@ -233,6 +245,8 @@ impl Sequences {
     /// Panics when queue, lists, counts or alarms disagree with the phases.
     pub(super) fn check(&self) {
         let (mut waiting, mut reserved, mut loading, mut ready, mut running) = (0, 0, 0, 0, 0);
+        let waiting_sends = self.values().filter(|sequence| sequence.is_waiting_send()).count();
+        assert_eq!(waiting_sends, self.waiting_send_count as usize);
         for (id, sequence) in self.iter() {
             assert!(self.alarms.contains(&(sequence.alarm, id)));
             let entry = (sequence.arrival, id);
