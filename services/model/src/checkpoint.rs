@@ -58,6 +58,8 @@ pub struct Checkpoint {
     hashes_packed: bool,
     /// Hashes of the weights that were packed.
     hashes: Mutex<HashMap<Weight, u128>>,
+    /// Returns whether to stop packing.
+    cancelled: Box<dyn Fn() -> bool + Send + Sync>,
 }
 
 /// A weight as a file stores it.
@@ -141,7 +143,13 @@ impl Checkpoint {
                 });
             }
         };
-        let checkpoint = Self { config, weights, hashes_packed: false, hashes: Mutex::default() };
+        let checkpoint = Self {
+            config,
+            weights,
+            hashes_packed: false,
+            hashes: Mutex::default(),
+            cancelled: Box::new(|| false),
+        };
         checkpoint.directory()?;
         Ok(checkpoint)
     }
@@ -307,6 +315,17 @@ impl Checkpoint {
     #[must_use]
     pub fn hashing_packed(self) -> Self {
         Self { hashes_packed: true, ..self }
+    }
+
+    /// Packing fails with [`ModelError::Cancelled`] before the next matrix once `cancelled` returns
+    /// true.
+    #[must_use]
+    pub fn cancelled_by(self, cancelled: impl Fn() -> bool + Send + Sync + 'static) -> Self {
+        Self { cancelled: Box::new(cancelled), ..self }
+    }
+
+    pub(crate) fn check_cancelled(&self) -> Result<(), ModelError> {
+        if (self.cancelled)() { Err(ModelError::Cancelled) } else { Ok(()) }
     }
 
     pub(crate) fn hashes_packed(&self) -> bool {

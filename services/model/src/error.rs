@@ -24,6 +24,8 @@ pub enum ModelError {
         path.display()
     )]
     Changed { path: PathBuf },
+    #[error("packing the weights was cancelled")]
+    Cancelled,
     #[error("cannot read {}: the file is larger than {limit} bytes", path.display())]
     FileTooLarge { path: PathBuf, limit: u64 },
     #[error("{}: unsupported architecture {found}; expected one of {supported}", path.display())]

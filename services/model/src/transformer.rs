@@ -626,6 +626,7 @@ impl<'a, P: Packer> CheckpointPacker<'a, P> {
         parts: Vec<MatrixSource<'_>>,
         pack: impl FnOnce(&P, &dyn RowSource) -> P::Matrix,
     ) -> Result<P::Matrix, ModelError> {
+        self.checkpoint.check_cancelled()?;
         let is_hashed = self.shard.is_whole() && self.checkpoint.hashes_packed();
         let hashes_of = |part: &MatrixSource<'_>| {
             (is_hashed && !part.is_of_stack()).then(|| RowHashes::new(part.rows()))

@@ -3,14 +3,20 @@
 
 mod common;
 
-use std::fs;
+use std::{
+    fs,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
 
 use common::{
     Element,
     sequence::{Runner, Sequence},
 };
 use kernels::{WeightFormat, cpu::Isa};
-use model::{Checkpoint, Limits, LoadFormat, LoadProgress, Transformer};
+use model::{Checkpoint, Limits, LoadFormat, LoadProgress, ModelError, Transformer};
 
 /// Returns the reference's tokens, and (position, logits) of some of them.
 fn reference() -> (Vec<u32>, Vec<(usize, Vec<f32>)>) {
@@ -131,18 +137,37 @@ fn every_format_of_one_model_gives_the_same_logits() {
     }
 }
 
-#[test]
-fn progress_counts_every_parameter_once() {
-    let checkpoint = common::tiny_llama3();
+/// Loads the model on a CPU.
+fn load(checkpoint: &Checkpoint, progress: &mut dyn FnMut(LoadProgress)) -> Result<(), ModelError> {
     let backend = kernels::cpu::CpuBackend::new(kernels::cpu::CpuOptions {
         weights: WeightFormat::F32,
         threads: 1,
         isa: Isa::Auto,
     })
     .unwrap();
-    let mut seen: Vec<LoadProgress> = Vec::new();
     let limits = Limits { rows_max: 1, sampled_max: 1, adapter_slots: 0 };
-    Transformer::load(&checkpoint, &backend, limits, &mut |progress| seen.push(progress)).unwrap();
+    Transformer::load(checkpoint, &backend, limits, progress).map(drop)
+}
+
+#[test]
+fn cancelled_packing_stops_before_the_next_matrix() {
+    let is_cancelled = Arc::new(AtomicBool::new(false));
+    let seen = is_cancelled.clone();
+    let checkpoint = common::tiny_llama3().cancelled_by(move || seen.load(Ordering::Relaxed));
+    let mut packed = 0;
+    let loaded = load(&checkpoint, &mut |_| {
+        packed += 1;
+        is_cancelled.store(true, Ordering::Relaxed);
+    });
+    assert!(matches!(loaded, Err(ModelError::Cancelled)));
+    assert_eq!(packed, 2, "the embedding, and the norm before the next matrix");
+}
+
+#[test]
+fn progress_counts_every_parameter_once() {
+    let checkpoint = common::tiny_llama3();
+    let mut seen: Vec<LoadProgress> = Vec::new();
+    load(&checkpoint, &mut |progress| seen.push(progress)).unwrap();
     let total = checkpoint.config().parameter_count();
     assert!(seen.iter().all(|progress| progress.parameters_total == total));
     assert!(seen.is_sorted_by(|a, b| a.parameters_done < b.parameters_done));

@@ -275,8 +275,10 @@ impl Actor {
             ActorTaskOutcome::Input(input) => self.participant.handle(input),
             ActorTaskOutcome::Received { id, outcome } => {
                 let outcome = outcome.map(|PreparedWeights { version, files }| {
-                    if self.running.as_ref().is_some_and(|running| running.begin.id == id) {
-                        self.prepared = Some((version, files.map(Arc::new)));
+                    let obtained = (version, files.map(Arc::new));
+                    match self.running.as_ref().is_some_and(|running| running.begin.id == id) {
+                        true => self.prepared = Some(obtained),
+                        false => self.remove(obtained),
                     }
                     version
                 });
@@ -314,7 +316,8 @@ impl Actor {
                     self.serving.label.clone_from(&running.begin.label);
                 }
                 self.serving.paused = Some((id, paused));
-                self.committed = self.prepared.take();
+                let before = std::mem::replace(&mut self.committed, self.prepared.take());
+                before.into_iter().for_each(|before| self.remove(before));
                 self.participant.handle(ParticipantInput::Installed { id });
                 if let Some(UpdateState::Ended(UpdateEnd::Committed(version))) =
                     self.participant.report().map(|report| report.state)
@@ -365,7 +368,7 @@ mod tests {
     use crate::{
         inbox::EngineCommand,
         node_core::ChangePending,
-        weights::{calls::WeightsOrigin, standby::CANCELLED},
+        weights::{calls::WeightsOrigin, copy::CopiedFiles, standby::CANCELLED},
     };
 
     #[derive(Default)]
@@ -616,6 +619,20 @@ mod tests {
         let running = actor.running.as_ref().unwrap();
         assert_eq!(running.begin.id, id);
         assert!(!running.cancelled.is_cancelled());
+    }
+
+    #[tokio::test]
+    async fn replaced_files_are_removed_on_another_thread() {
+        let folder = tempfile::tempdir().unwrap();
+        let copy = CopiedFiles::new(folder.path()).unwrap();
+        let files = WeightFiles { path: folder.path().to_owned(), _copy: Some(copy) };
+        let copies = || std::fs::read_dir(folder.path()).unwrap().count();
+        let mut actor = actor();
+        actor.committed = Some((WeightVersion(1), Some(Arc::new(files))));
+        actor.done(ActorTaskOutcome::Installed { id: UpdateId(7), paused: Duration::ZERO });
+        assert_eq!(copies(), 1, "removing gigabytes would block the thread");
+        actor.work.join_next().await.unwrap().unwrap();
+        assert_eq!(copies(), 0);
     }
 
     #[test]

@@ -47,7 +47,7 @@ pub(super) struct CopiedFiles {
 }
 
 impl CopiedFiles {
-    fn new(folder: &Path) -> io::Result<Self> {
+    pub(super) fn new(folder: &Path) -> io::Result<Self> {
         fs::create_dir_all(folder)?;
         let folder = tempfile::Builder::new().prefix(PREFIX).tempdir_in(folder)?;
         let lock = fs::File::create_new(folder.path().join(LOCK))?;

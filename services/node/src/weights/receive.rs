@@ -60,7 +60,9 @@ pub(super) fn receive(
     };
     check()?;
     let began = Instant::now();
-    let checkpoint = Checkpoint::open(path, LoadFormat::Auto)?;
+    let is_cancelled = cancelled.clone();
+    let checkpoint =
+        Checkpoint::open(path, LoadFormat::Auto)?.cancelled_by(move || is_cancelled.is_cancelled());
     if let Some((field, wanted, found)) = model.difference(checkpoint.config()) {
         let path = path.display().to_string();
         return Err(ReceiveError::OtherModel { path, field, found, wanted });
@@ -96,9 +98,10 @@ pub(super) fn receive(
             }
         }
         prepared.map(|()| all)
-    })?;
+    });
     // Threads that were cancelled left digests out.
     check()?;
+    let digests = digests?;
     // The digests are those of the packed bytes only if both were read from the same files.
     checkpoint.check_unchanged()?;
     let version = WeightVersion::of_content(&plan, &digests);
@@ -164,7 +167,11 @@ mod tests {
         time::SystemTime,
     };
 
-    use model::Weight;
+    use kernels::{
+        WeightFormat,
+        cpu::{CpuBackend, CpuOptions, Isa},
+    };
+    use model::{TransformerWeights, Weight};
     use serde_json::{Map, json};
 
     use super::*;
@@ -212,6 +219,42 @@ mod tests {
         }
 
         fn discard(&self) {}
+    }
+
+    /// Device on which the update is aborted before the weights are packed.
+    struct AbortedDevice(CancellationToken);
+
+    impl WeightUpdate for AbortedDevice {
+        fn is_in_place(&self) -> bool {
+            true
+        }
+
+        fn prepare(&self, _: &Path, checkpoint: &Checkpoint) -> Result<(), PrepareError> {
+            self.0.cancel();
+            let options = CpuOptions { weights: WeightFormat::F32, threads: 1, isa: Isa::Auto };
+            let packer = CpuBackend::new(options).unwrap();
+            let packed = TransformerWeights::pack(checkpoint, &packer, &mut |_| ());
+            assert!(matches!(packed, Err(ModelError::Cancelled)));
+            Ok(packed.map(drop)?)
+        }
+
+        fn discard(&self) {}
+    }
+
+    #[test]
+    fn aborted_update_stops_packing() {
+        let folder = tempfile::tempdir().unwrap();
+        write_model(folder.path());
+        let model = Checkpoint::open(folder.path(), LoadFormat::Auto).unwrap();
+        let cancelled = CancellationToken::new();
+        let outcome = receive(
+            folder.path(),
+            (model.config(), HostBytes::default(), None),
+            &AbortedDevice(cancelled.clone()),
+            &|| Ok(()),
+            &cancelled,
+        );
+        assert!(matches!(outcome, Err(ReceiveError::Cancelled)));
     }
 
     #[test]

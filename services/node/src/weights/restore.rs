@@ -41,7 +41,10 @@ pub(super) fn restore(
     let (version, label) = match lost {
         LostWeights::Loaded(loaded) => {
             let checkpoint = Checkpoint::open(&loaded.path, loaded.format);
-            let checkpoint = checkpoint.map_err(|error| error.to_string())?;
+            let is_cancelled = cancelled.clone();
+            let checkpoint = checkpoint
+                .map_err(|error| error.to_string())?
+                .cancelled_by(move || is_cancelled.is_cancelled());
             let fingerprint = checkpoint.model_fingerprint();
             if fingerprint.map_err(|error| error.to_string())? != loaded.fingerprint {
                 let path = loaded.path.display();

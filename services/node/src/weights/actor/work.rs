@@ -13,7 +13,7 @@ use tokio::{runtime, sync::mpsc};
 use tokio_util::sync::CancellationToken;
 use weight_transfer::{ParticipantInput, UpdateEnd, UpdateId, UpdateState, WeightVersion};
 
-use super::{Actor, ActorTaskOutcome, PreparedWeights, RunningUpdate, WeightSettings};
+use super::{Actor, ActorTaskOutcome, Obtained, PreparedWeights, RunningUpdate, WeightSettings};
 use crate::{
     inbox::EngineInbox,
     weights::{
@@ -46,6 +46,16 @@ impl Actor {
         self.work.spawn(async move {
             // A panic leaves the copies on the disk.
             let _ = tokio::task::spawn_blocking(move || copy::remove_leftovers(&folder)).await;
+            ActorTaskOutcome::Quiet
+        });
+    }
+
+    /// Removes the files of weights, unless a peer still copies them. Gigabytes take a while.
+    pub(super) fn remove(&mut self, (_, files): Obtained) {
+        let Some(files) = files else { return };
+        self.work.spawn(async move {
+            // A panic leaves the files on the disk.
+            let _ = tokio::task::spawn_blocking(move || drop(files)).await;
             ActorTaskOutcome::Quiet
         });
     }
@@ -152,7 +162,9 @@ impl Actor {
             {
                 tracing::warn!(update = %id, reason, "the weight update was aborted");
             }
-            self.prepared = None;
+            if let Some(prepared) = self.prepared.take() {
+                self.remove(prepared);
+            }
             self.lose_if_released(id);
         }
         let Some(standby) = self.standby.clone() else { return };
