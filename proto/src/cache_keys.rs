@@ -44,9 +44,12 @@ impl KeyChain {
 
     /// Adds a full block and returns its key.
     pub fn add(&mut self, tokens: &[u32]) -> u128 {
-        self.bytes.clear();
-        self.bytes.extend_from_slice(&self.last.to_le_bytes());
-        self.bytes.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
+        self.bytes.resize(size_of_val(&self.last) + size_of_val(tokens), 0);
+        let (last, ids) = self.bytes.split_at_mut(size_of_val(&self.last));
+        last.copy_from_slice(&self.last.to_le_bytes());
+        // An iterator over single bytes takes three times as long: 0.5 ms for 128k tokens.
+        let (ids, _) = ids.as_chunks_mut();
+        ids.iter_mut().zip(tokens).for_each(|(id, token)| *id = token.to_le_bytes());
         self.last = xxh3_128(&self.bytes);
         self.last
     }

@@ -32,12 +32,12 @@ struct AttemptCaller {
 impl Callers {
     /// Keeps the arrival's channels and returns the call for the core.
     pub(crate) fn add(&mut self, arrival: Arrival) -> Call {
-        let Arrival { call_number, attempt, replies, permit } = arrival;
+        let Arrival { call_number, attempt, prompt_hash, replies, permit } = arrival;
         let call = Call {
             number: call_number,
             request_id: attempt.request_id,
             weight_version: attempt.weight_version,
-            prompt_hash: attempt.prompt_hash(),
+            prompt_hash,
             peer: attempt.peer,
             sequence: attempt.sequence,
         };

@@ -148,6 +148,9 @@ pub(crate) struct Arrival {
     /// Unique among the calls of this process.
     pub call_number: u64,
     pub attempt: NewAttempt,
+    /// [`NewAttempt::prompt_hash`], which takes about 1 ms for a long prompt: too long for the
+    /// engine thread.
+    pub prompt_hash: u128,
     pub replies: ReplySender,
     pub permit: AttemptPermit,
 }
@@ -240,7 +243,8 @@ impl EngineInbox {
         let call_number = self.next_call.fetch_add(1, Ordering::Relaxed);
         let call = CallId { sequence: attempt.id(), number: call_number };
         let (replies, mut stream) = attempt_stream(call, self.commands.clone(), permit.clone());
-        let arrival = Box::new(Arrival { call_number, attempt, replies, permit });
+        let prompt_hash = attempt.prompt_hash();
+        let arrival = Box::new(Arrival { call_number, attempt, prompt_hash, replies, permit });
         if let Err(error) = self.send(EngineCommand::Begin(arrival)) {
             stream.discard();
             return Err(error);
