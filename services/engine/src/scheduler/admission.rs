@@ -249,6 +249,7 @@ impl Scheduler {
         }
         match self.fit_prefix(id) {
             Ok((prefix, rest)) => {
+                self.lacking.take_if(|lacking| lacking.id == id);
                 self.kv.hold(&prefix);
                 Some((prefix, rest))
             }
@@ -402,13 +403,8 @@ impl Scheduler {
             }
         }
         if sequence.kind == SequenceKind::Send {
-            let (len, written) = (sequence.given_len, computed / BLOCK_TOKENS);
-            let entries: Vec<_> = self.kv.sent(len, written).collect();
-            if let Some((first_block, blocks)) =
-                self.transfers.hand_over(id, blocks, &entries, &mut self.kv)
-            {
-                actions.push(Action::KvWritten { id, first_block, blocks });
-            }
+            let written = (sequence.given_len, computed / BLOCK_TOKENS);
+            actions.extend(self.transfers.hand_over(id, blocks, written, &mut self.kv));
         }
     }
 
@@ -420,10 +416,7 @@ impl Scheduler {
     /// Returns the available blocks that a running row needs, and those that a waiting sequence
     /// needs; 0 when none waits for blocks.
     pub(super) fn awaited_blocks(&self) -> [u32; 2] {
-        let waits = |id| {
-            self.sequences.get(id).is_some_and(|it| matches!(it.phase(), SequencePhase::Waiting))
-        };
-        let lacking = self.lacking.as_ref().filter(|it| waits(it.id) && self.unclaimed_slots() > 0);
+        let lacking = self.lacking.as_ref().filter(|_| self.unclaimed_slots() > 0);
         // The row may have ended since the last plan.
         let row_lacks = if self.sequences.running().is_empty() { 0 } else { self.row_lacks };
         [row_lacks, lacking.map_or(0, |it| it.needed)]

@@ -121,12 +121,8 @@ impl Scheduler {
         let SequencePhase::Running(row) = self.sequences[id].phase() else { return };
         let len = self.sequences[id].given_len;
         let written = if whole { len.div_ceil(BLOCK_TOKENS) } else { row.computed / BLOCK_TOKENS };
-        let entries: Vec<_> = self.kv.sent(len, written).collect();
-        if let Some((first_block, blocks)) =
-            self.transfers.hand_over(id, &row.blocks, &entries, &mut self.kv)
-        {
-            actions.push(Action::KvWritten { id, first_block, blocks });
-        }
+        let written = (len, written);
+        actions.extend(self.transfers.hand_over(id, &row.blocks, written, &mut self.kv));
     }
 }
 

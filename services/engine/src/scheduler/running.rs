@@ -3,7 +3,7 @@
 use kernels::{BLOCK_TOKENS, BlockId};
 
 use super::{
-    ItlLimit, Scheduler,
+    ItlLimit, Scheduler, SchedulerConfig,
     draft_budget::{decodes, probes},
     masks::AwaitedMask,
     sequence::{Arrival, Sequence, SequencePhase},
@@ -112,13 +112,8 @@ impl Scheduler {
             let share = builder.budget - younger;
             let is_last = younger == 0 && index == 0 && self.sequences.waiting().is_empty();
             let mut sequence = self.sequences.known_mut(id);
-            let mut count = sequence.pending().min(share).min(self.config.chunk_tokens);
-            if sequence.scores_prompt() {
-                count = count.min(builder.samples_left - younger);
-            }
-            if is_last {
-                count = split_last_part(sequence, count, self.config.tail_tokens);
-            }
+            let samples_left = builder.samples_left - younger;
+            let mut count = row_tokens(sequence, &self.config, (share, samples_left), is_last);
             if self.config.itl.is_some() && (count > 1 || !sequence.decodes()) {
                 let position = sequence.row().launched;
                 count = self.bound_prefill(position, count, builder);
@@ -160,13 +155,8 @@ impl Scheduler {
                 self.sequences.running().len() == 1 && self.sequences.waiting().is_empty();
             let sequence = self.sequences.known_mut(id);
             let position = sequence.row().launched;
-            let mut count = sequence.pending().min(builder.budget).min(self.config.chunk_tokens);
-            if sequence.scores_prompt() {
-                count = count.min(builder.samples_left);
-            }
-            if is_alone {
-                count = split_last_part(sequence, count, self.config.tail_tokens);
-            }
+            let left = (builder.budget, builder.samples_left);
+            let count = row_tokens(sequence, &self.config, left, is_alone);
             let count = self.bound_prefill(position, count, builder);
             self.advance(id, count, builder);
         }
@@ -393,6 +383,21 @@ impl Scheduler {
 /// Returns the token pairs of attention for `tokens` tokens after `computed` tokens.
 pub(super) fn attention_pairs(computed: u64, tokens: u64) -> u64 {
     tokens * computed + tokens * (tokens + 1) / 2
+}
+
+/// Returns how many tokens a row may compute in a step that has `budget` tokens and `samples_left`
+/// tokens with logits left, before its bound on prefill.
+fn row_tokens(
+    sequence: &mut Sequence,
+    config: &SchedulerConfig,
+    (budget, samples_left): (u32, u32),
+    is_alone: bool,
+) -> u32 {
+    let mut count = sequence.pending().min(budget).min(config.chunk_tokens);
+    if sequence.scores_prompt() {
+        count = count.min(samples_left);
+    }
+    if is_alone { split_last_part(sequence, count, config.tail_tokens) } else { count }
 }
 
 /// Returns how many of the last `count` tokens of a sender's prompt the step computes. A long last

@@ -9,7 +9,10 @@ use std::collections::BTreeMap;
 
 use kernels::BlockId;
 
-use crate::{event::SequenceId, kv_blocks::KvBlocks};
+use crate::{
+    event::{Action, SequenceId},
+    kv_blocks::KvBlocks,
+};
 
 #[derive(Debug, Default)]
 pub(super) struct SequenceTransfers {
@@ -66,22 +69,23 @@ impl SequenceTransfers {
     }
 
     /// Hands over the written blocks of `table` that the receiver wants and that were not handed
-    /// over before. `written`: entries of all blocks to send whose KV is written, in order. Returns
-    /// the number of the first block, and the blocks.
+    /// over before. KV is written for the first `written` blocks of the prompt of `len` tokens.
     pub(super) fn hand_over(
         &mut self,
         id: SequenceId,
         table: &[BlockId],
-        written: &[usize],
+        (len, written): (usize, usize),
         kv: &mut KvBlocks,
-    ) -> Option<(u32, Vec<BlockId>)> {
+    ) -> Option<Action> {
         let transfer = self.known.get_mut(&id).filter(|transfer| !transfer.is_incoming)?;
         let next = transfer.first_block as usize + transfer.blocks.len();
-        let new = written.get(next..).filter(|new| !new.is_empty())?;
-        let blocks: Vec<_> = new.iter().map(|&entry| table[entry]).collect();
+        let blocks: Vec<_> = kv.sent(len, written).skip(next).map(|entry| table[entry]).collect();
+        if blocks.is_empty() {
+            return None;
+        }
         kv.hold_pinned(&blocks);
         transfer.blocks.extend_from_slice(&blocks);
-        Some((next as u32, blocks))
+        Some(Action::KvWritten { id, first_block: next as u32, blocks })
     }
 
     /// Ends an incoming transfer whose KV is all written, and returns its reserved blocks.
