@@ -241,6 +241,9 @@ pub enum ExpertScore {
 pub enum GatedActivation {
     /// `silu(gate) * up`.
     Silu,
+    /// `gelu(gate) * up`, with the tanh approximation of GELU: `gelu(x)` is
+    /// `x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))`.
+    GeluTanh,
     /// `g * sigmoid(alpha * g) * (u + 1)`, where `g` is the gate value, at most `limit`, and `u` is
     /// the up value, clamped to `-limit..=limit`.
     ClampedSwiGlu { alpha: f32, limit: f32 },
@@ -372,8 +375,8 @@ pub trait Backend: Send + 'static {
     fn sampled_rows(&self, step: &Self::Step) -> usize;
     fn kv_layout(&self, step: &Self::Step) -> KvLayout;
 
-    /// Computes `out[row] = table[token of row]`. `out` is wide. `vocabulary` is the number of
-    /// tokens of the model.
+    /// Computes `out[row] = table[token of row] * scale`. `out` is wide. `vocabulary` is the number
+    /// of tokens of the model.
     ///
     /// With tensor parallelism, a rank's table has only the rows of the rank's
     /// [tokens](Shard::tokens), and `out` gets zeros for other tokens. A following
@@ -385,6 +388,7 @@ pub trait Backend: Send + 'static {
         &mut self,
         table: &Self::Matrix,
         vocabulary: usize,
+        scale: f32,
         step: &Self::Step,
         out: &mut Self::Buffer,
     );
@@ -396,6 +400,14 @@ pub trait Backend: Send + 'static {
         weight: &Self::Vector,
         eps: f32,
         out: &mut Self::Buffer,
+    );
+    /// Replaces each row of `x`, which is not wide, with `rms_norm(x)`.
+    fn rms_norm_in_place(
+        &mut self,
+        rows: usize,
+        x: &mut Self::Buffer,
+        weight: &Self::Vector,
+        eps: f32,
     );
     /// Computes `residual += x`, then `out = rms_norm(residual)`. `residual` is wide.
     fn add_rms_norm(
@@ -454,8 +466,15 @@ pub trait Backend: Send + 'static {
         step: &Self::Step,
         out: &mut Self::Buffer,
     );
-    /// Computes `out[row][i] = silu(gate_up[row][i]) * gate_up[row][width + i]`.
-    fn silu_mul(&mut self, rows: usize, gate_up: &Self::Buffer, out: &mut Self::Buffer);
+    /// Computes `out[row][i]` from the gate value `gate_up[row][i]` and the up value
+    /// `gate_up[row][width + i]`. Only experts have [`GatedActivation::ClampedSwiGlu`].
+    fn activate(
+        &mut self,
+        activation: GatedActivation,
+        rows: usize,
+        gate_up: &Self::Buffer,
+        out: &mut Self::Buffer,
+    );
     /// Computes a mixture of experts. The router's logits `x · routerᵀ` give the score of each
     /// expert in f32. A row goes to the experts of the greatest scores, the lowest expert or group
     /// among equal ones. The output of an expert is `activation(x · gate_upᵀ) · downᵀ`, with its
@@ -520,17 +539,18 @@ pub trait Backend: Send + 'static {
         self.add_rms_norm(rows, residual, delta, norm, eps, out);
     }
 
-    /// Computes `gate_up = x · wᵀ`, then `out` with [`Self::silu_mul`]. `gate_up` is the
+    /// Computes `gate_up = x · wᵀ`, then `out` with [`Self::activate`]. `gate_up` is the
     /// intermediate buffer. `rows` is the number of all rows or of the sampled rows of the step.
     fn project_gated(
         &mut self,
+        activation: GatedActivation,
         rows: usize,
         (x, w): (&Self::Buffer, &Self::Matrix),
         gate_up: &mut Self::Buffer,
         out: &mut Self::Buffer,
     ) {
         self.matmul(rows, x, w, gate_up);
-        self.silu_mul(rows, gate_up, out);
+        self.activate(activation, rows, gate_up, out);
     }
     /// Computes [`Self::experts`] of `normed`, adds the result to the residual stream, and replaces
     /// `normed` with `rms_norm(residual)`. `delta` is an intermediate buffer. `rows` is the number

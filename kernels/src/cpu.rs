@@ -278,10 +278,17 @@ impl Backend for CpuBackend {
         step.layout()
     }
 
-    fn embed(&mut self, table: &CpuMatrix, vocabulary: usize, step: &CpuStep, out: &mut CpuBuffer) {
+    fn embed(
+        &mut self,
+        table: &CpuMatrix,
+        vocabulary: usize,
+        scale: f32,
+        step: &CpuStep,
+        out: &mut CpuBuffer,
+    ) {
         assert_eq!(out.width(), table.cols(), "embed: a row of the table is a row of the buffer");
         let (shard, out) = (self.shard, out.rows_mut(step.rows()));
-        embed::embed(self.pool(), table, shard, vocabulary, &step.tokens, out);
+        embed::embed(self.pool(), (table, scale), shard, vocabulary, &step.tokens, out);
     }
 
     fn rms_norm(
@@ -296,6 +303,12 @@ impl Backend for CpuBackend {
         assert!(x.width() == width && out.width() == width, "rms_norm: widths are equal");
         let (level, out) = (self.level, out.rows_mut(rows));
         norm::rms_norm(level, self.pool(), x.rows(rows), weight.values(), eps, out);
+    }
+
+    fn rms_norm_in_place(&mut self, rows: usize, x: &mut CpuBuffer, weight: &CpuVector, eps: f32) {
+        assert_eq!(x.width(), weight.values().len(), "rms_norm_in_place: widths are equal");
+        let (level, x) = (self.level, x.rows_mut(rows));
+        norm::rms_norm_in_place(level, self.pool(), weight.values(), eps, x);
     }
 
     fn add_rms_norm(
@@ -401,12 +414,17 @@ impl Backend for CpuBackend {
         attention::attention(self.level, pool, scratch, input, step, out);
     }
 
-    fn silu_mul(&mut self, rows: usize, gate_up: &CpuBuffer, out: &mut CpuBuffer) {
+    fn activate(
+        &mut self,
+        activation: GatedActivation,
+        rows: usize,
+        gate_up: &CpuBuffer,
+        out: &mut CpuBuffer,
+    ) {
         let width = out.width();
-        assert_eq!(gate_up.width(), 2 * width, "silu_mul: gate and up are as wide as the output");
+        assert_eq!(gate_up.width(), 2 * width, "activate: gate and up are as wide as the output");
         let (level, out) = (self.level, out.rows_mut(rows));
-        let input = (GatedActivation::Silu, gate_up.rows(rows));
-        gated::activate(level, self.pool(), width, input, out);
+        gated::activate(level, self.pool(), width, (activation, gate_up.rows(rows)), out);
     }
 
     fn experts(

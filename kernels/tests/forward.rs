@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kernels::{
     Backend, BlockId, KvArena, KvLayout, RowSource, WeightFormat,
-    backend::{HeadShape, HeadWeights, LayerAttention},
+    backend::{GatedActivation, HeadShape, HeadWeights, LayerAttention},
     cpu::{
         CpuBackend, CpuBuffer, CpuMatrix, CpuOptions, CpuStep, CpuVector, Isa, SampleError,
         SampleRow, StepSequence,
@@ -110,7 +110,7 @@ impl Model {
         let (mut residual, mut x, mut y) = (buffer(WIDTH), buffer(WIDTH), buffer(WIDTH));
         let (mut qkv, mut heads) = (buffer(SHAPE.qkv_width()), buffer(SHAPE.query_width()));
         let (mut gate_up, mut inner) = (buffer(2 * INNER), buffer(INNER));
-        backend.embed(&self.embedding, VOCABULARY, &step, &mut residual);
+        backend.embed(&self.embedding, VOCABULARY, 1.0, &step, &mut residual);
         for (index, layer) in self.layers.iter().enumerate() {
             match index {
                 0 => backend.rms_norm(rows, &residual, &layer.norm, 1e-5, &mut x),
@@ -125,7 +125,7 @@ impl Model {
             backend.matmul(rows, &heads, &layer.out, &mut y);
             backend.add_rms_norm(rows, &mut residual, &y, &layer.norm, 1e-5, &mut x);
             backend.matmul(rows, &x, &layer.gate_up, &mut gate_up);
-            backend.silu_mul(rows, &gate_up, &mut inner);
+            backend.activate(GatedActivation::Silu, rows, &gate_up, &mut inner);
             backend.matmul(rows, &inner, &layer.down, &mut y);
         }
         backend.add_rms_norm(rows, &mut residual, &y, &self.layers[0].norm, 1e-5, &mut x);

@@ -3,6 +3,7 @@
 
 use kernels::{
     Backend, Dtype, RowSource, WeightFormat,
+    backend::GatedActivation,
     cuda::CudaOptions,
     fp8::{self, BlockScales},
 };
@@ -162,7 +163,7 @@ fn match_cpu(width: usize, ffn: usize) {
         let [x, both, activated, delta, residual, normed] = buffers;
         backend.put(x, input);
         backend.put(residual, before);
-        backend.project_gated(rows, (x, gate_up), both, activated);
+        backend.project_gated(GatedActivation::Silu, rows, (x, gate_up), both, activated);
         let activations = backend.get(activated, rows);
         let product = (&*activated, down, None);
         backend.project_onto_residual(rows, product, delta, residual, (norm, 1e-5), normed);

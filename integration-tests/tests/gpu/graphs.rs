@@ -8,6 +8,7 @@ use std::{
 
 use kernels::{
     Backend, WeightFormat,
+    backend::GatedActivation,
     cuda::{AttentionKind, Compute, DeviceMemory, Graph, Stream},
 };
 
@@ -35,7 +36,7 @@ pub(crate) fn graph_replay_without_its_memory_is_detected() {
         gpu.backend(WeightFormat::F32, AttentionKind::Auto, buffers);
     backend.put(&mut gate_up, &numbers(1, rows * 2 * width));
     let mut run = |backend: &mut kernels::cuda::CudaBackend| {
-        backend.silu_mul(rows, &gate_up, &mut out);
+        backend.activate(GatedActivation::Silu, rows, &gate_up, &mut out);
     };
     run(&mut backend);
     let mut graph = backend.capture(run).unwrap();

@@ -1,6 +1,6 @@
 //! Row operations with odd sizes.
 
-use kernels::Backend;
+use kernels::{Backend, backend::GatedActivation};
 
 use super::bench::{Bench, DTYPES, Random, assert_near, cpu, gpu, numbers, tolerance};
 use kernels::cuda::AttentionKind;
@@ -76,12 +76,12 @@ pub(crate) fn silu_matches_cpu() {
                     numbers(5, rows * 2 * width).iter().map(|value| value * 8.0).collect();
                 cuda.put(&mut on_gpu, &input);
                 Bench::poison(&cuda, &mut result);
-                cuda.silu_mul(rows, &on_gpu, &mut result);
+                cuda.activate(GatedActivation::Silu, rows, &on_gpu, &mut result);
                 let found = cuda.get(&result, rows);
                 let mut cpu = cpu(dtype);
                 let (mut from, mut to) = (cpu.buffer(rows, 2 * width), cpu.buffer(rows, width));
                 cpu.put(&mut from, &input);
-                cpu.silu_mul(rows, &from, &mut to);
+                cpu.activate(GatedActivation::Silu, rows, &from, &mut to);
                 let what = format!("{dtype} {rows} x {width}");
                 assert_near(&found, &cpu.get(&to, rows), tolerance(dtype), &what);
             }

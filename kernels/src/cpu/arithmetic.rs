@@ -76,6 +76,19 @@ pub(crate) fn silu(x: f32) -> f32 {
     numerator / (1.0 + exp_of_minus_abs)
 }
 
+/// Returns GELU of `x` with the tanh approximation: `x / 2 · (1 + tanh(z))` with
+/// `z = sqrt(2 / π) · (x + 0.044715 · x³)`, which equals `x · sigmoid(2z)`. Returns NaN for NaN and
+/// for -∞.
+#[inline(always)]
+pub(crate) fn gelu_tanh(x: f32) -> f32 {
+    /// 2 · sqrt(2 / π).
+    const FACTOR: f32 = 1.595_769_1;
+    let twice_z = FACTOR * (x + 0.044_715 * (x * x * x));
+    let exp_of_minus_abs = exp(-twice_z.abs());
+    let numerator = if x < 0.0 { x * exp_of_minus_abs } else { x };
+    numerator / (1.0 + exp_of_minus_abs)
+}
+
 /// Rounds to the nearest bf16, ties to even.
 #[inline(always)]
 pub(crate) fn to_bf16(x: f32) -> bf16 {
@@ -126,16 +139,17 @@ mod tests {
     }
 
     #[test]
-    fn exp_and_silu_have_the_same_bits_at_every_level() {
+    fn exp_silu_and_gelu_have_the_same_bits_at_every_level() {
+        #[inline(always)]
+        fn bits(x: f32) -> u32 {
+            exp(-x.abs()).to_bits() ^ silu(x).to_bits() ^ gelu_tanh(x).to_bits()
+        }
         let inputs: Vec<f32> = (0..4_096).map(|i| (i as f32 - 3_000.0) * 0.037).collect();
-        let scalar: Vec<u32> = inputs
-            .iter()
-            .map(|&x| std::hint::black_box(exp(-x.abs())).to_bits() ^ silu(x).to_bits())
-            .collect();
+        let scalar: Vec<u32> = inputs.iter().map(|&x| std::hint::black_box(bits(x))).collect();
         per_level! {
             fn all(inputs: &[f32], out: &mut [u32]) {
                 for (out, &x) in out.iter_mut().zip(inputs) {
-                    *out = exp(-x.abs()).to_bits() ^ silu(x).to_bits();
+                    *out = bits(x);
                 }
             }
         }
@@ -157,6 +171,21 @@ mod tests {
         assert_eq!(silu(-1e30), 0.0);
         assert_eq!(silu(f32::INFINITY), f32::INFINITY);
         assert!(silu(f32::NAN).is_nan() && silu(f32::NEG_INFINITY).is_nan());
+    }
+
+    #[test]
+    fn gelu_is_close_to_its_definition_and_finite_for_large_numbers() {
+        for step in -2_000..2_000 {
+            let x = step as f32 * 0.01;
+            let of = f64::from(x);
+            let z = (2.0 / std::f64::consts::PI).sqrt() * (of + 0.044_715 * of.powi(3));
+            let exact = of / (1.0 + (-2.0 * z).exp());
+            assert!((f64::from(gelu_tanh(x)) - exact).abs() <= 2e-6 * exact.abs().max(1e-3), "{x}");
+        }
+        assert_eq!(gelu_tanh(1e30), 1e30);
+        assert_eq!(gelu_tanh(-1e30), 0.0);
+        assert_eq!(gelu_tanh(f32::INFINITY), f32::INFINITY);
+        assert!(gelu_tanh(f32::NAN).is_nan() && gelu_tanh(f32::NEG_INFINITY).is_nan());
     }
 
     #[test]

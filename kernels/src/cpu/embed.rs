@@ -3,15 +3,15 @@
 use super::{matmul::CpuMatrix, threads::ThreadPool};
 use crate::shard::Shard;
 
-/// Writes the embedding of every token to a row of `out`. With tensor parallelism, the table has
-/// only the rows of this rank's tokens, and `out` gets zeros for the tokens of other ranks.
-/// `vocabulary` is the number of tokens of the model.
+/// Writes the embedding of every token, times `scale`, to a row of `out`. With tensor parallelism,
+/// the table has only the rows of this rank's tokens, and `out` gets zeros for the tokens of other
+/// ranks. `vocabulary` is the number of tokens of the model.
 ///
 /// # Panics
 /// When a token is not below `vocabulary`, which admission rejects.
 pub(crate) fn embed(
     pool: &mut ThreadPool,
-    table: &CpuMatrix,
+    (table, scale): (&CpuMatrix, f32),
     shard: Shard,
     vocabulary: usize,
     tokens: &[u32],
@@ -29,7 +29,10 @@ pub(crate) fn embed(
                 "token {token} must be below the vocabulary size {vocabulary}"
             );
             match rank_tokens.contains(&token) {
-                true => table.copy_row(token - rank_tokens.start, out),
+                true => {
+                    table.copy_row(token - rank_tokens.start, out);
+                    out.iter_mut().for_each(|value| *value *= scale);
+                }
                 false => out.fill(0.0),
             }
         }
@@ -58,11 +61,11 @@ mod tests {
                 for count in [0, 1, 40, 1000] {
                     let tokens: Vec<u32> = (0..count).map(|i| i * 31 % 77).collect();
                     let mut out = vec![f32::NAN; tokens.len() * 33];
-                    embed(&mut pool, &table, Shard::WHOLE, 77, &tokens, &mut out);
+                    embed(&mut pool, (&table, 0.5), Shard::WHOLE, 77, &tokens, &mut out);
                     for (out, &token) in out.chunks_exact(33).zip(&tokens) {
                         let mut want = [f32::NAN; 33];
                         table.copy_row(token as usize, &mut want);
-                        assert_eq!(out, want);
+                        assert_eq!(out, want.map(|value| value * 0.5));
                     }
                 }
             }
@@ -81,7 +84,7 @@ mod tests {
                 let source = Plain { rows: own.len(), cols: 33, values };
                 let table = pack(&mut pool, &mut Slab::default(), format, &source);
                 let mut out = vec![f32::NAN; tokens.len() * 33];
-                embed(&mut pool, &table, shard, 77, &tokens, &mut out);
+                embed(&mut pool, (&table, 1.0), shard, 77, &tokens, &mut out);
                 out
             };
             let whole = looked_up(Shard::WHOLE);
@@ -109,6 +112,6 @@ mod tests {
             WeightFormat::F32,
             &Plain { rows: 77, cols: 2, values: numbers(1, 154) },
         );
-        embed(&mut pool, &table, Shard::WHOLE, 77, &[77], &mut [0.0; 2]);
+        embed(&mut pool, (&table, 1.0), Shard::WHOLE, 77, &[77], &mut [0.0; 2]);
     }
 }

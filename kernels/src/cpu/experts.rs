@@ -339,6 +339,7 @@ mod tests {
             let sigmoid = |gate: f64| 1.0 / (1.0 + (-gate).exp());
             let activate = |(&g, &u): (&f64, &f64)| match mixture.activation {
                 GatedActivation::Silu => g * sigmoid(g) * u,
+                GatedActivation::GeluTanh => unreachable!("no mixture has it"),
                 GatedActivation::ClampedSwiGlu { alpha, limit } => {
                     let (alpha, limit) = (f64::from(alpha), f64::from(limit));
                     let g = g.min(limit);

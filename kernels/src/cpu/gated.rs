@@ -1,7 +1,7 @@
 //! Activation of gated networks, such as `out[i] = silu(gate[i]) · up[i]`.
 
 use super::{
-    arithmetic::silu,
+    arithmetic::{gelu_tanh, silu},
     isa::{Level, per_level},
     threads::ThreadPool,
 };
@@ -38,6 +38,11 @@ per_level! {
                         *out = silu(gate) * up;
                     }
                 }
+                GatedActivation::GeluTanh => {
+                    for ((out, &gate), &up) in values {
+                        *out = gelu_tanh(gate) * up;
+                    }
+                }
                 GatedActivation::ClampedSwiGlu { alpha, limit } => {
                     for ((out, &gate), &up) in values {
                         *out = clamped_swiglu(alpha, limit, gate, up);
@@ -56,7 +61,7 @@ fn clamped_swiglu(alpha: f32, limit: f32, gate: f32, up: f32) -> f32 {
 }
 
 mod reference {
-    use super::{GatedActivation, clamped_swiglu, silu};
+    use super::{GatedActivation, clamped_swiglu, gelu_tanh, silu};
 
     pub(super) fn activate(
         activation: GatedActivation,
@@ -70,6 +75,7 @@ mod reference {
             let up = gate_up[row * 2 * width + width + i];
             *out = match activation {
                 GatedActivation::Silu => silu(gate) * up,
+                GatedActivation::GeluTanh => gelu_tanh(gate) * up,
                 GatedActivation::ClampedSwiGlu { alpha, limit } => {
                     clamped_swiglu(alpha, limit, gate, up)
                 }
@@ -95,7 +101,7 @@ mod tests {
             let mut pool = ThreadPool::new(threads, "test").unwrap();
             let gate_up: Vec<f32> =
                 numbers(1, rows * 2 * width).iter().map(|x| x * 20.0).collect();
-            for activation in [GatedActivation::Silu, CLAMPED] {
+            for activation in [GatedActivation::Silu, GatedActivation::GeluTanh, CLAMPED] {
                 let mut want = vec![0.0; rows * width];
                 reference::activate(activation, width, &gate_up, &mut want);
                 for level in levels() {

@@ -28,6 +28,23 @@ pub(crate) fn rms_norm(
     });
 }
 
+/// Normalizes every row of `x` (`[rows][weight.len()]`) in place. Bit-equal to
+/// [`reference::rms_norm`] at every level.
+pub(crate) fn rms_norm_in_place(
+    level: Level,
+    pool: &mut ThreadPool,
+    weight: &[f32],
+    eps: f32,
+    x: &mut [f32],
+) {
+    if level == Level::Reference || x.is_empty() {
+        return reference::rms_norm(&x.to_vec(), weight, eps, x);
+    }
+    let width = weight.len();
+    let task_len = pool.rows_per_task(x.len() / width, width) * width;
+    pool.for_each_piece(x, task_len, |_, _, rows| norm_in_place(level, rows, weight, eps));
+}
+
 /// Computes `residual += x`, then normalizes `residual` into `out`. Bit-equal to
 /// [`reference::add_rms_norm`] at every level.
 pub(crate) fn add_rms_norm(
@@ -248,6 +265,9 @@ mod tests {
             let mut got = vec![f32::NAN; x.len()];
             rms_norm(level, &mut pool, &x, &weight, 1e-5, &mut got);
             assert_eq!(bits(&got), bits(&want), "{rows}x{width} {}", level.name());
+            let mut in_place = x.clone();
+            rms_norm_in_place(level, &mut pool, &weight, 1e-5, &mut in_place);
+            assert_eq!(bits(&in_place), bits(&want), "{rows}x{width} {}", level.name());
             let mut sum = first.clone();
             add_rms_norm(level, &mut pool, &mut sum, &x, &weight, 1e-5, &mut got);
             assert_eq!(bits(&sum), bits(&want_sum), "{rows}x{width} {}", level.name());

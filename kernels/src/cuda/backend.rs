@@ -35,8 +35,8 @@ use super::{
 };
 use crate::{
     backend::{
-        Backend, ExpertShape, ExpertWeights, HeadShape, HeadWeights, LayerAttention, NormSpan,
-        RowSource,
+        Backend, ExpertShape, ExpertWeights, GatedActivation, HeadShape, HeadWeights,
+        LayerAttention, NormSpan, RowSource,
     },
     layout::{Dtype, KvLayout, WeightFormat},
     shard::Shard,
@@ -395,9 +395,11 @@ impl Backend for CudaBackend {
         &mut self,
         table: &CudaMatrix,
         vocabulary: usize,
+        scale: f32,
         step: &CudaStep,
         out: &mut CudaBuffer,
     ) {
+        assert_eq!(scale, 1.0, "models with a scale of embeddings are refused");
         let own = self.shard().tokens(vocabulary);
         assert_eq!(table.rows, own.len(), "embed: the table has a row for each token of the rank");
         assert_eq!(out.width, table.cols, "embed: widths differ");
@@ -444,6 +446,10 @@ impl Backend for CudaBackend {
                 launch!(library, stream, baton_rms_norm(dtype, from, norm, eps, to, rows, width))
             }
         });
+    }
+
+    fn rms_norm_in_place(&mut self, _: usize, _: &mut CudaBuffer, _: &CudaVector, _: f32) {
+        unreachable!("models with norms after attention are refused");
     }
 
     fn add_rms_norm(
@@ -623,10 +629,17 @@ impl Backend for CudaBackend {
         });
     }
 
-    fn silu_mul(&mut self, rows: usize, gate_up: &CudaBuffer, out: &mut CudaBuffer) {
+    fn activate(
+        &mut self,
+        activation: GatedActivation,
+        rows: usize,
+        gate_up: &CudaBuffer,
+        out: &mut CudaBuffer,
+    ) {
         let width = out.width;
-        assert_eq!(gate_up.width, 2 * width, "silu_mul: gate and up have the output's width");
-        assert_eq!(gate_up.dtype, out.dtype, "silu_mul: types differ");
+        assert_eq!(activation, GatedActivation::Silu, "models with other activations are refused");
+        assert_eq!(gate_up.width, 2 * width, "activate: gate and up have the output's width");
+        assert_eq!(gate_up.dtype, out.dtype, "activate: types differ");
         if self.quantize_gated(rows, gate_up, out) {
             return;
         }
@@ -749,14 +762,16 @@ impl Backend for CudaBackend {
 
     fn project_gated(
         &mut self,
+        activation: GatedActivation,
         rows: usize,
         (x, w): (&CudaBuffer, &CudaMatrix),
         gate_up: &mut CudaBuffer,
         out: &mut CudaBuffer,
     ) {
-        if !self.skinny_gated(rows, (x, w), out) {
+        let is_fused = activation == GatedActivation::Silu && self.skinny_gated(rows, (x, w), out);
+        if !is_fused {
             self.matmul(rows, x, w, gate_up);
-            self.silu_mul(rows, gate_up, out);
+            self.activate(activation, rows, gate_up, out);
         }
     }
 }

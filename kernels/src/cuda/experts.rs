@@ -277,7 +277,7 @@ impl CudaBackend {
             // `combine` multiplies the normed rows by the shared expert's router.
             self.finish_rows(rows, x);
         }
-        self.project_gated(rows, (x, shared.gate_up), gate_up, activated);
+        self.project_gated(GatedActivation::Silu, rows, (x, shared.gate_up), gate_up, activated);
         if !self.skinny_matmul(rows, (activated, shared.down), output) {
             self.matmul(rows, activated, shared.down, output);
         }

@@ -257,7 +257,7 @@ impl Checkpoint {
         Ok(MatrixSource::new(rows, cols, data))
     }
 
-    /// Returns a weight vector in f32.
+    /// Returns a weight vector in f32, with [`ModelConfig::vector_offset`] added.
     ///
     /// # Errors
     /// As [`matrix`](Self::matrix), and `NotFinite` when an element is infinite or NaN.
@@ -271,7 +271,11 @@ impl Checkpoint {
         let mut values = vec![0.0; len];
         match &self.weights {
             Weights::Dummy(dummy) => dummy.rows(weight, &self.config).read_part(0, 0, &mut values),
-            _ => self.checked(weight)?.read_vector(&mut values)?,
+            _ => {
+                self.checked(weight)?.read_vector(&mut values)?;
+                let offset = self.config.vector_offset(weight);
+                values.iter_mut().for_each(|value| *value += offset);
+            }
         }
         self.check_reads()?;
         Ok(values)

@@ -8,6 +8,7 @@ mod rope_parameters;
 
 use std::{num::NonZeroUsize, ops::RangeInclusive, path::Path};
 
+use half::bf16;
 use kernels::{
     Dtype, KvGroups, KvLayout, Shard,
     backend::{GatedActivation, HeadShape, NormSpan},
@@ -43,7 +44,12 @@ pub struct ModelConfig {
     /// Maximum sequence length of the model in tokens.
     pub context_tokens: usize,
     pub rms_eps: f32,
+    /// Attention scores are divided by the root of this number; usually the head dimension.
+    pub query_pre_attn_scalar: f32,
     pub rope_theta: f32,
+    /// Theta of layers with a sliding window, whose RoPE is not scaled. `None`: these layers have
+    /// the RoPE of the others.
+    pub window_rope_theta: Option<f32>,
     pub rope_scaling: RopeScaling,
     /// Factor of rotated queries and keys (YaRN, LongRoPE); 1 with partial RoPE.
     pub rope_attention_factor: f32,
@@ -72,8 +78,8 @@ impl ModelConfig {
             };
         }
         compare!(family hidden_size layer_count query_head_count kv_head_count head_dim rotary_dim ffn_size
-            vocab_size context_tokens rms_eps rope_theta rope_scaling
-            rope_attention_factor layers tied_output bos_token_id eos_token_ids);
+            vocab_size context_tokens rms_eps query_pre_attn_scalar rope_theta window_rope_theta
+            rope_scaling rope_attention_factor layers tied_output bos_token_id eos_token_ids);
         None
     }
 }
@@ -198,10 +204,16 @@ impl ModelConfig {
         };
         within("RMS norm epsilon", self.rms_eps, 0.0..=0.1, "0 to 0.1")?;
         within("rope theta", self.rope_theta, 1.0..=1e12, "1 to 1e12")?;
+        let window_theta = self.window_rope_theta.unwrap_or(1.0);
+        within("rope theta of windows", window_theta, 1.0..=1e12, "1 to 1e12")?;
+        let allowed = format!("1 to {HEAD_DIM_MAX}");
+        let scalars = 1.0..=HEAD_DIM_MAX as f32;
+        within("query_pre_attn_scalar", self.query_pre_attn_scalar, scalars, &allowed)?;
         self.validate_rope(&bad, &within)?;
         if let Some(experts) = self.experts() {
             experts.validate(&bad)?;
-            let is_sparse = |layer: &&LayerSpec| layer.feed_forward != FeedForward::Gated;
+            let is_sparse =
+                |layer: &&LayerSpec| matches!(layer.feed_forward, FeedForward::Experts(_));
             let layers = self.layers.iter().filter(is_sparse).count();
             if experts.count * layers > LAYER_EXPERTS_MAX {
                 let found = format!("{} in each of {layers} layers", experts.count);
@@ -273,19 +285,14 @@ impl ModelConfig {
                 }
             }
         }
-        // The factor is applied by the scale of scores, which includes elements without RoPE.
-        match self.rotary_dim == self.head_dim {
-            true => within(
-                "rope attention factor",
-                self.rope_attention_factor,
-                0.1..=10.0,
-                "0.1 to 10",
-            )?,
-            false => {
-                let allowed = "1 with partial RoPE";
-                within("rope attention factor", self.rope_attention_factor, 1.0..=1.0, allowed)?;
-            }
-        }
+        // The factor is applied by the scale of scores, which includes elements without RoPE, and
+        // layers with other RoPE.
+        let (range, allowed) = match (self.rotary_dim == self.head_dim, self.window_rope_theta) {
+            (true, None) => (0.1..=10.0, "0.1 to 10"),
+            (true, Some(_)) => (1.0..=1.0, "1 if layers with a window have another RoPE"),
+            (false, _) => (1.0..=1.0, "1 with partial RoPE"),
+        };
+        within("rope attention factor", self.rope_attention_factor, range, allowed)?;
         Ok(())
     }
 
@@ -293,7 +300,7 @@ impl ModelConfig {
     /// of the feed-forward network, and with expert parallelism (`has_whole_experts`) experts.
     pub fn rank_counts(&self, has_whole_experts: bool) -> impl Iterator<Item = usize> {
         let sizes = self.layers.iter().map(|layer| match layer.feed_forward {
-            FeedForward::Gated => self.ffn_size,
+            FeedForward::Gated(_) => self.ffn_size,
             FeedForward::Experts(experts) if has_whole_experts => experts.count,
             FeedForward::Experts(experts) => experts.size,
         });
@@ -331,7 +338,7 @@ impl ModelConfig {
     /// Returns the experts of the layers that have them; they are the same in all of these layers.
     pub fn experts(&self) -> Option<ExpertSpec> {
         self.layers.iter().find_map(|layer| match layer.feed_forward {
-            FeedForward::Gated => None,
+            FeedForward::Gated(_) => None,
             FeedForward::Experts(experts) => Some(experts),
         })
     }
@@ -357,7 +364,7 @@ impl ModelConfig {
     /// included.
     pub fn ffn_size_of(&self, shard: Shard) -> usize {
         let size = |layer: &LayerSpec| match layer.feed_forward {
-            FeedForward::Gated => shard.part(self.ffn_size).len(),
+            FeedForward::Gated(_) => shard.part(self.ffn_size).len(),
             FeedForward::Experts(experts) => shard.expert_rows(experts.size).len(),
         };
         self.layers.iter().map(size).max().unwrap_or(0)
@@ -400,7 +407,7 @@ impl ModelConfig {
 
     /// Returns the scale of attention scores, with the factors of queries and keys.
     pub fn attention_scale(&self) -> f32 {
-        self.rope_attention_factor.powi(2) / (self.head_dim as f32).sqrt()
+        self.rope_attention_factor.powi(2) / self.query_pre_attn_scalar.sqrt()
     }
 
     /// Returns the number of tokens that a layer attends to, if bounded.
@@ -412,6 +419,27 @@ impl ModelConfig {
     /// applied.
     pub fn rope_frequencies(&self) -> Vec<f32> {
         rope::frequencies(self.rope_theta, self.rotary_dim, &self.rope_scaling)
+    }
+
+    /// Returns the frequencies of layers with a window, if they have their own.
+    pub fn window_rope_frequencies(&self) -> Option<Vec<f32>> {
+        let theta = self.window_rope_theta?;
+        Some(rope::frequencies(theta, self.rotary_dim, &RopeScaling::None))
+    }
+
+    /// Returns the factor of embeddings. It has the precision of bf16, in which the models were
+    /// trained.
+    pub fn embedding_scale(&self) -> f32 {
+        match self.family.scales_embedding() {
+            true => bf16::from_f32((self.hidden_size as f32).sqrt()).to_f32(),
+            false => 1.0,
+        }
+    }
+
+    /// Returns the number that is added to the stored elements of a vector.
+    pub fn vector_offset(&self, weight: Weight) -> f32 {
+        let is_offset = self.family.has_norm_offset() && weight.is_norm();
+        if is_offset { 1.0 } else { 0.0 }
     }
 
     /// Returns the number of elements of all weights. A tied output counts once.

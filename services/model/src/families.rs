@@ -3,6 +3,7 @@
 //! description.
 
 mod ernie4_5_moe;
+mod gemma3;
 mod glm4_moe;
 mod gpt_oss;
 mod llama;
@@ -23,8 +24,9 @@ use crate::{
 };
 
 /// Every family.
-const FAMILIES: [&Family; 12] = [
+const FAMILIES: [&Family; 13] = [
     &ernie4_5_moe::FAMILY,
+    &gemma3::FAMILY,
     &glm4_moe::FAMILY,
     &gpt_oss::FAMILY,
     &llama::FAMILY,
@@ -38,12 +40,18 @@ const FAMILIES: [&Family; 12] = [
     &qwen3_moe::FAMILY,
 ];
 
+/// Begins of the names of tensors of multimodal models that are not of the language model.
+const MULTIMODAL_PARTS: [&str; 2] = ["vision_tower.", "multi_modal_projector."];
+
 /// A model family. All are pre-norm decoders with RMS norms.
 pub struct Family {
     /// `model_type` in Hugging Face's configurations.
     name: &'static str,
     /// Class in transformers.
     class: &'static str,
+    /// Class of multimodal models with this language model: the key `text_config` describes the
+    /// language model, and the names of its tensors have a prefix.
+    multimodal_class: Option<&'static str>,
     /// `None`: no GGUF file of the family is read.
     gguf: Option<Gguf>,
     absent: AbsentKeys,
@@ -58,6 +66,10 @@ pub struct Family {
     /// Whether checkpoints store the experts of a layer in one tensor for gate and up and one for
     /// down, in MXFP4.
     has_stacked_experts: bool,
+    /// Whether embeddings are multiplied by the root of the hidden size.
+    scales_embedding: bool,
+    /// Whether checkpoints store the weights of norms less 1.
+    has_norm_offset: bool,
     /// Keys that change the arithmetic of the family's class if they are true.
     refused: &'static [&'static str],
     /// Layer without a sliding window.
@@ -111,12 +123,20 @@ enum RotaryRows {
 /// Values of absent keys, as the configuration classes of transformers define them. A null means
 /// "none", not "absent".
 pub(crate) struct AbsentKeys {
+    /// `None`: the key is required.
+    pub query_head_count: Option<usize>,
     /// `None`: as many as query heads.
     pub kv_head_count: Option<usize>,
     /// `None`: the hidden size divided by the number of query heads.
     pub head_dim: Option<usize>,
+    /// `None`: the key is required.
+    pub vocab_size: Option<usize>,
     pub context_tokens: usize,
+    /// `None`: the head dimension, and the key is not read.
+    pub query_pre_attn_scalar: Option<f32>,
     pub rope_theta: f32,
+    /// Theta of layers with a sliding window. `None`: that of the other layers.
+    pub window_rope_theta: Option<f32>,
     pub rms_eps: f32,
     /// Whether the output is tied to the embedding.
     pub tied_output: bool,
@@ -124,10 +144,14 @@ pub(crate) struct AbsentKeys {
 
 impl AbsentKeys {
     const LLAMA: Self = Self {
+        query_head_count: None,
         kv_head_count: None,
         head_dim: None,
+        vocab_size: None,
         context_tokens: 2048,
+        query_pre_attn_scalar: None,
         rope_theta: 10_000.0,
+        window_rope_theta: None,
         rms_eps: 1e-6,
         tied_output: false,
     };
@@ -140,13 +164,27 @@ impl Family {
     }
 
     pub(crate) fn of_class(class: &str) -> Option<&'static Self> {
-        FAMILIES.into_iter().find(|family| family.class == class || family.is_base_class(class))
+        let has = |family: &&Family| {
+            family.class == class || family.is_base_class(class) || family.is_multimodal(class)
+        };
+        FAMILIES.into_iter().find(has)
     }
 
     /// Returns whether `class` is the family's model without an LM head, such as `MistralModel`.
     pub(crate) fn is_base_class(&self, class: &str) -> bool {
         let name = self.class.strip_suffix("ForCausalLM");
         name.is_some_and(|name| class.strip_suffix("Model") == Some(name))
+    }
+
+    /// Returns whether `class` is a multimodal model with the family's language model.
+    pub(crate) fn is_multimodal(&self, class: &str) -> bool {
+        self.multimodal_class == Some(class)
+    }
+
+    /// Returns whether a tensor belongs to the other parts of a multimodal model, which are
+    /// ignored.
+    pub(crate) fn ignores(&self, tensor: &str) -> bool {
+        self.multimodal_class.is_some() && MULTIMODAL_PARTS.iter().any(|it| tensor.starts_with(it))
     }
 
     /// Returns the family whose GGUF files have this `general.architecture`, and what it says about
@@ -158,7 +196,9 @@ impl Family {
 
     /// Returns all class names, for error messages.
     pub(crate) fn classes() -> String {
-        FAMILIES.map(|family| format!("{:?}", family.class)).join(", ")
+        let classes = |family: &Family| [Some(family.class), family.multimodal_class];
+        let classes = FAMILIES.into_iter().flat_map(classes).flatten();
+        classes.map(|class| format!("{class:?}")).collect::<Vec<_>>().join(", ")
     }
 
     /// Returns all GGUF names, for error messages.
@@ -185,6 +225,14 @@ impl Family {
 
     pub(crate) fn has_stacked_experts(&self) -> bool {
         self.has_stacked_experts
+    }
+
+    pub(crate) fn scales_embedding(&self) -> bool {
+        self.scales_embedding
+    }
+
+    pub(crate) fn has_norm_offset(&self) -> bool {
+        self.has_norm_offset
     }
 
     pub(crate) fn refused(&self) -> &'static [&'static str] {

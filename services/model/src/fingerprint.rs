@@ -195,7 +195,9 @@ impl Hash {
             vocab_size,
             context_tokens,
             rms_eps,
+            query_pre_attn_scalar,
             rope_theta,
+            window_rope_theta,
             rope_scaling,
             rope_attention_factor,
             layers,
@@ -220,6 +222,14 @@ impl Hash {
         if *rope_attention_factor != 1.0 {
             self.bytes(b"attention factor");
             self.floats(&[*rope_attention_factor]);
+        }
+        if *query_pre_attn_scalar != *head_dim as f32 {
+            self.bytes(b"query_pre_attn_scalar");
+            self.floats(&[*query_pre_attn_scalar]);
+        }
+        if let Some(theta) = window_rope_theta {
+            self.bytes(b"rope theta of windows");
+            self.floats(&[*theta]);
         }
         if rotary_dim != head_dim {
             self.bytes(b"rotary");

@@ -30,6 +30,8 @@ pub struct AttentionSpec {
     pub has_sinks: bool,
     /// Elements that are normalized together before the rotary embedding; `None`: without QK norm.
     pub qk_norm: Option<NormSpan>,
+    /// Whether the output is normalized before it is added to the residual stream.
+    pub has_post_norm: bool,
     /// Number of tokens that a token attends to, including itself; `None`: the whole sequence.
     pub window: Option<NonZeroUsize>,
 }
@@ -37,11 +39,24 @@ pub struct AttentionSpec {
 /// Part of a layer that computes each token by itself.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum FeedForward {
-    /// `down · (silu(gate · x) * (up · x))`.
-    Gated,
+    /// `down · activation(gate · x, up · x)`.
+    Gated(GatedSpec),
     /// A router chooses experts for each token. Each expert is a gated network, and their outputs
     /// are added by weight.
     Experts(ExpertSpec),
+}
+
+/// Gated network without experts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GatedSpec {
+    pub activation: GatedActivation,
+    /// Whether the output is normalized before it is added to the residual stream.
+    pub has_post_norm: bool,
+}
+
+impl GatedSpec {
+    /// Llama's network.
+    pub(crate) const LLAMA: Self = Self { activation: GatedActivation::Silu, has_post_norm: false };
 }
 
 /// Experts of a layer.
@@ -86,20 +101,23 @@ impl ExpertSpec {
 }
 
 impl AttentionSpec {
-    /// Llama's attention: without biases, sinks, QK norm and window.
+    /// Llama's attention: without biases, sinks, QK norm, post-norm and window.
     pub(crate) const LLAMA: Self = Self {
         has_bias: false,
         has_output_bias: false,
         has_sinks: false,
         qk_norm: None,
+        has_post_norm: false,
         window: None,
     };
 }
 
 impl LayerSpec {
     /// Llama's layer: attention without bias, QK norm and window, and a gated feed-forward network.
-    pub(crate) const LLAMA: Self =
-        Self { mixer: Mixer::Attention(AttentionSpec::LLAMA), feed_forward: FeedForward::Gated };
+    pub(crate) const LLAMA: Self = Self {
+        mixer: Mixer::Attention(AttentionSpec::LLAMA),
+        feed_forward: FeedForward::Gated(GatedSpec::LLAMA),
+    };
 
     /// Returns the layer with or without biases of queries, keys and values.
     pub(crate) fn with_qkv_bias(self, has_bias: bool) -> Self {

@@ -34,7 +34,9 @@ pub use checkpoint::{Checkpoint, FileIdentity, LoadFormat, MatrixFormat, StoredW
 pub use config::ModelConfig;
 pub use error::ModelError;
 pub use families::Family;
-pub use layer::{AttentionSpec, ExpertSpec, FeedForward, LayerSpec, Mixer, SharedExpertSpec};
+pub use layer::{
+    AttentionSpec, ExpertSpec, FeedForward, GatedSpec, LayerSpec, Mixer, SharedExpertSpec,
+};
 pub use matrix::MatrixSource;
 pub use packing::{PackedPart, PackedWeight, packing_order};
 pub use rope::RopeScaling;

@@ -17,7 +17,9 @@ use crate::{
     config::ModelConfig,
     error::ModelError,
     fingerprint::RowHashes,
-    layer::{AttentionSpec, ExpertSpec, FeedForward, LayerSpec, Mixer, SharedExpertSpec},
+    layer::{
+        AttentionSpec, ExpertSpec, FeedForward, GatedSpec, LayerSpec, Mixer, SharedExpertSpec,
+    },
     matrix::{MatrixSource, NotFinite, StackedRows},
     weight::{ExpertWeight, LayerWeight, Weight, WeightPart},
 };
@@ -31,6 +33,8 @@ pub struct Transformer<B: Backend> {
     /// Heads of the rank.
     heads: HeadShape,
     rope_frequencies: B::Vector,
+    /// Frequencies of layers with a window, if they have their own.
+    window_rope_frequencies: Option<B::Vector>,
     /// `None` while other weights are packed in their place.
     weights: Option<TransformerWeights<B::Matrix, B::Vector>>,
     adapters: AdapterTable,
@@ -70,6 +74,8 @@ enum MixerWeights<M, V> {
         output: M,
         /// `[hidden]`.
         output_bias: Option<V>,
+        /// Norm of the output.
+        post_norm: Option<V>,
     },
 }
 
@@ -89,6 +95,9 @@ enum FeedForwardWeights<M, V> {
         gate_up: M,
         /// `[hidden][ffn]`.
         down: M,
+        activation: GatedActivation,
+        /// Norm of the output.
+        post_norm: Option<V>,
     },
     Experts(LayerExperts<M, V>),
 }
@@ -232,7 +241,8 @@ impl<M, V> Layer<M, V> {
         let weight = |weight| Weight::Layer(index, weight);
         let mixer_norm = source.vector(&[weight(W::AttentionNorm)])?;
         let Mixer::Attention(attention) = layer.mixer;
-        let AttentionSpec { has_bias, has_output_bias, has_sinks, qk_norm, window } = attention;
+        let AttentionSpec { has_bias, has_output_bias, has_sinks, qk_norm, has_post_norm, window } =
+            attention;
         let mixer = MixerWeights::Attention {
             qkv: source.matrix(&[W::Query, W::Key, W::Value].map(weight))?,
             bias: match has_bias {
@@ -257,13 +267,24 @@ impl<M, V> Layer<M, V> {
                 false => None,
                 true => Some(source.vector(&[weight(W::OutputBias)])?),
             },
+            post_norm: match has_post_norm {
+                false => None,
+                true => Some(source.vector(&[weight(W::AttentionPostNorm)])?),
+            },
         };
         let feed_forward_norm = source.vector(&[weight(W::FfnNorm)])?;
         let feed_forward = match layer.feed_forward {
-            FeedForward::Gated => FeedForwardWeights::Gated {
-                gate_up: source.matrix(&[W::Gate, W::Up].map(weight))?,
-                down: source.matrix(&[weight(W::Down)])?,
-            },
+            FeedForward::Gated(GatedSpec { activation, has_post_norm }) => {
+                FeedForwardWeights::Gated {
+                    gate_up: source.matrix(&[W::Gate, W::Up].map(weight))?,
+                    down: source.matrix(&[weight(W::Down)])?,
+                    activation,
+                    post_norm: match has_post_norm {
+                        false => None,
+                        true => Some(source.vector(&[weight(W::FfnPostNorm)])?),
+                    },
+                }
+            }
             FeedForward::Experts(spec) => {
                 let ExpertSpec { count, choice, has_bias, activation, shared, .. } = spec;
                 let router = source.router(weight(W::Router))?;
@@ -385,6 +406,9 @@ impl<B: Backend> Transformer<B> {
         };
         Ok(Self {
             rope_frequencies: backend.vector(&config.rope_frequencies()),
+            window_rope_frequencies: config
+                .window_rope_frequencies()
+                .map(|frequencies| backend.vector(&frequencies)),
             adapters: AdapterTable::new(config.layer_count, limits.adapter_slots),
             config,
             shard,
@@ -449,8 +473,7 @@ impl<B: Backend> Transformer<B> {
     /// When the model has no weights, the step exceeds the limits, or its blocks have another
     /// layout than this model's KV. All are bugs of the executor.
     pub fn forward(&mut self, backend: &mut B, step: &mut B::Step) -> &B::Buffer {
-        let Self { config, shard, limits, heads, weights, adapters, activations, rope_frequencies } =
-            self;
+        let Self { config, shard, limits, heads, weights, adapters, activations, .. } = self;
         let weights = weights.as_ref().expect("no forward pass runs without weights");
         let (heads, eps, scale) = (*heads, config.rms_eps, config.attention_scale());
         let Activations {
@@ -477,7 +500,8 @@ impl<B: Backend> Transformer<B> {
         );
         assert_eq!(layout, config.kv_layout_of(layout.dtype, *shard));
 
-        backend.embed(&weights.embedding, config.vocab_size, step, residual);
+        let scale_of_embedding = config.embedding_scale();
+        backend.embed(&weights.embedding, config.vocab_size, scale_of_embedding, step, residual);
         // In f32, although rows in bf16 would be exact too: this needs no second buffer, and a
         // token's row is small.
         backend.all_reduce(rows, residual);
@@ -487,9 +511,18 @@ impl<B: Backend> Transformer<B> {
         for (index, layer) in weights.layers.iter().enumerate() {
             let adapters = adapters.as_ref().map(|layers| &layers[index]);
             let next = weights.layers.get(index + 1);
-            let head_weights = layer.mixer.head_weights(rope_frequencies, eps);
-            let MixerWeights::Attention { qkv: w, window, sinks, output, output_bias, .. } =
-                &layer.mixer;
+            let MixerWeights::Attention {
+                qkv: w,
+                window,
+                sinks,
+                output,
+                output_bias,
+                post_norm,
+                ..
+            } = &layer.mixer;
+            let of_window = window.and(self.window_rope_frequencies.as_ref());
+            let frequencies = of_window.unwrap_or(&self.rope_frequencies);
+            let head_weights = layer.mixer.head_weights(frequencies, eps);
             match adapters {
                 None => backend.project_heads(index, heads, (&*normed, w), head_weights, qkv, step),
                 Some(adapters) => {
@@ -513,22 +546,25 @@ impl<B: Backend> Transformer<B> {
                 residual = &mut *sampled_residual;
             }
             let norm = (&layer.feed_forward_norm, eps);
-            let product = (attended, output, output_bias.as_ref());
+            let product = (attended, output, output_bias.as_ref(), post_norm.as_ref());
             let of_step = (&*step, adapters.map(|adapters| &adapters.output));
             project_onto_residual(backend, rows, product, of_step, (delta, residual), norm, normed);
 
             let norm = (next.map_or(&weights.output_norm, |next| &next.mixer_norm), eps);
             match &layer.feed_forward {
-                FeedForwardWeights::Gated { gate_up: w, down } => {
+                FeedForwardWeights::Gated { gate_up: w, down, activation, post_norm } => {
                     match adapters {
-                        None => backend.project_gated(rows, (normed, w), gate_up, activated),
+                        None => {
+                            let product = (&*normed, w);
+                            backend.project_gated(*activation, rows, product, gate_up, activated);
+                        }
                         Some(adapters) => {
                             backend.matmul(rows, normed, w, gate_up);
                             backend.add_low_rank(rows, normed, &adapters.gate_up, step, gate_up);
-                            backend.silu_mul(rows, gate_up, activated);
+                            backend.activate(*activation, rows, gate_up, activated);
                         }
                     }
-                    let product = (&*activated, down, None);
+                    let product = (&*activated, down, None, post_norm.as_ref());
                     let of_step = (&*step, adapters.map(|adapters| &adapters.down));
                     let stream = (&mut *delta, residual);
                     project_onto_residual(backend, rows, product, of_step, stream, norm, normed);
@@ -547,31 +583,31 @@ impl<B: Backend> Transformer<B> {
     }
 }
 
-/// Computes [`Backend::project_onto_residual`] with the updates of the rows' adapters.
+/// Computes [`Backend::project_onto_residual`] with the updates of the rows' adapters and the norm
+/// `post` of what is added to the residual stream.
 fn project_onto_residual<B: Backend>(
     backend: &mut B,
     rows: usize,
-    (x, w, bias): (&B::Buffer, &B::Matrix, Option<&B::Vector>),
+    (x, w, bias, post): (&B::Buffer, &B::Matrix, Option<&B::Vector>, Option<&B::Vector>),
     (step, adapters): (&B::Step, Option<&MatrixSlots>),
     (delta, residual): (&mut B::Buffer, &mut B::Buffer),
     (norm, eps): (&B::Vector, f32),
     out: &mut B::Buffer,
 ) {
-    let Some(adapters) = adapters else {
-        return backend.project_onto_residual(
-            rows,
-            (x, w, bias),
-            delta,
-            residual,
-            (norm, eps),
-            out,
-        );
-    };
+    if adapters.is_none() && post.is_none() {
+        let product = (x, w, bias);
+        return backend.project_onto_residual(rows, product, delta, residual, (norm, eps), out);
+    }
     backend.matmul(rows, x, w, delta);
-    backend.add_low_rank(rows, x, adapters, step, delta);
+    if let Some(adapters) = adapters {
+        backend.add_low_rank(rows, x, adapters, step, delta);
+    }
     backend.all_reduce(rows, delta);
     if let Some(bias) = bias {
         backend.add_bias(rows, bias, delta);
+    }
+    if let Some(post) = post {
+        backend.rms_norm_in_place(rows, delta, post, eps);
     }
     backend.add_rms_norm(rows, residual, delta, norm, eps, out);
 }

@@ -37,10 +37,14 @@ pub enum LayerWeight {
     AttentionOutput,
     /// Bias of the output projection of attention.
     OutputBias,
+    /// Norm of the output of attention.
+    AttentionPostNorm,
     FfnNorm,
     Gate,
     Up,
     Down,
+    /// Norm of the output of the feed-forward network.
+    FfnPostNorm,
     /// Router of experts, with a row for each.
     Router,
     /// Bias of the router of experts.
@@ -179,7 +183,7 @@ fn norm_heads(config: &ModelConfig, count: usize) -> usize {
 
 /// Weights of a layer in the order of the forward pass: names in GGUF and in Hugging Face's
 /// checkpoints, rows and columns.
-const LAYER_WEIGHTS: [(LayerWeight, &str, &str, Axis, Axis); 22] = {
+const LAYER_WEIGHTS: [(LayerWeight, &str, &str, Axis, Axis); 24] = {
     use Axis::{
         Experts, Ffn, Hidden, KeyNorm, KvHeads, One, OneRow, QueryHeads, QueryNorm, SharedFfn,
         Sinks,
@@ -201,10 +205,18 @@ const LAYER_WEIGHTS: [(LayerWeight, &str, &str, Axis, Axis); 22] = {
         (W::KeyNorm, "attn_k_norm.weight", "self_attn.k_norm.weight", One, KeyNorm),
         (W::AttentionOutput, "attn_output.weight", "self_attn.o_proj.weight", Hidden, QueryHeads),
         (W::OutputBias, "attn_output.bias", "self_attn.o_proj.bias", One, Hidden),
+        (
+            W::AttentionPostNorm,
+            "post_attention_norm.weight",
+            "post_attention_layernorm.weight",
+            One,
+            Hidden,
+        ),
         (W::FfnNorm, "ffn_norm.weight", "post_attention_layernorm.weight", One, Hidden),
         (W::Gate, "ffn_gate.weight", "mlp.gate_proj.weight", Ffn, Hidden),
         (W::Up, "ffn_up.weight", "mlp.up_proj.weight", Ffn, Hidden),
         (W::Down, "ffn_down.weight", "mlp.down_proj.weight", Hidden, Ffn),
+        (W::FfnPostNorm, "post_ffw_norm.weight", "post_feedforward_layernorm.weight", One, Hidden),
         (W::Router, "ffn_gate_inp.weight", "mlp.gate.weight", Experts, Hidden),
         (W::RouterBias, "exp_probs_b.bias", "mlp.gate.e_score_correction_bias", One, Experts),
         (S_GATE, "ffn_gate_shexp.weight", "mlp.shared_expert.gate_proj.weight", SharedFfn, Hidden),
@@ -224,9 +236,9 @@ impl LayerWeight {
     /// Returns the weights of a layer, in the order of the forward pass.
     pub fn of(layer: LayerSpec) -> impl Iterator<Item = LayerWeight> {
         let Mixer::Attention(attention) = layer.mixer;
-        let experts = match layer.feed_forward {
-            FeedForward::Gated => None,
-            FeedForward::Experts(experts) => Some(experts),
+        let (gated, experts) = match layer.feed_forward {
+            FeedForward::Gated(gated) => (Some(gated), None),
+            FeedForward::Experts(experts) => (None, Some(experts)),
         };
         let shared = experts.and_then(|experts| experts.shared);
         let expert_count = experts.map_or(0, |experts| experts.count as u32);
@@ -247,7 +259,9 @@ impl LayerWeight {
             LayerWeight::OutputBias => attention.has_output_bias,
             LayerWeight::Sinks => attention.has_sinks,
             LayerWeight::QueryNorm | LayerWeight::KeyNorm => attention.qk_norm.is_some(),
-            LayerWeight::Gate | LayerWeight::Up | LayerWeight::Down => experts.is_none(),
+            LayerWeight::AttentionPostNorm => attention.has_post_norm,
+            LayerWeight::FfnPostNorm => gated.is_some_and(|gated| gated.has_post_norm),
+            LayerWeight::Gate | LayerWeight::Up | LayerWeight::Down => gated.is_some(),
             LayerWeight::Router => experts.is_some(),
             LayerWeight::RouterBias => experts.is_some_and(|experts| experts.has_bias),
             LayerWeight::Shared(_) => shared.is_some(),
@@ -306,6 +320,23 @@ impl Weight {
     /// Returns whether the weight is a matrix of an expert. A shared expert does not count.
     pub(crate) fn is_expert(&self) -> bool {
         matches!(self, Weight::Layer(_, LayerWeight::Expert(..)))
+    }
+
+    pub(crate) fn is_norm(&self) -> bool {
+        use LayerWeight as W;
+        match self {
+            Weight::OutputNorm => true,
+            Weight::Embedding | Weight::Output => false,
+            Weight::Layer(_, weight) => matches!(
+                weight,
+                W::AttentionNorm
+                    | W::QueryNorm
+                    | W::KeyNorm
+                    | W::AttentionPostNorm
+                    | W::FfnNorm
+                    | W::FfnPostNorm
+            ),
+        }
     }
 
     /// Returns every weight of a model, in the order of the forward pass.

@@ -83,6 +83,8 @@ fn f32_logits_and_greedy_tokens_equal_those_of_transformers() {
         [
             "ernie4_5_moe",
             "ernie4_5_moe_fp8",
+            "gemma3",
+            "gemma3_multimodal",
             "glm4_moe",
             "glm4_moe_channel_fp8",
             "glm4_moe_fp8",
@@ -172,6 +174,7 @@ fn configurations_name_family_window_and_width() {
         ("mixtral", "mixtral", [0, 0]),
         ("glm4_moe", "glm4_moe", [0, 0]),
         ("gpt_oss", "gpt_oss", [7, 0]),
+        ("gemma3", "gemma3_text", [7, 0]),
     ] {
         let config = config(name);
         assert_eq!(Some(config.family), Family::named(family));

@@ -60,7 +60,7 @@ fn first_difference_of_two_configurations_is_named() {
     let config = open(json!({})).unwrap();
     assert_eq!(config.difference(&config), None);
     type Change = fn(&mut ModelConfig);
-    let changes: [(&str, Change); 18] = [
+    let changes: [(&str, Change); 20] = [
         ("family", |it| it.family = Family::named("qwen3").unwrap()),
         ("hidden_size", |it| it.hidden_size += 1),
         ("layer_count", |it| it.layer_count += 1),
@@ -72,7 +72,9 @@ fn first_difference_of_two_configurations_is_named() {
         ("vocab_size", |it| it.vocab_size += 1),
         ("context_tokens", |it| it.context_tokens += 1),
         ("rms_eps", |it| it.rms_eps *= 2.0),
+        ("query_pre_attn_scalar", |it| it.query_pre_attn_scalar *= 2.0),
         ("rope_theta", |it| it.rope_theta *= 2.0),
+        ("window_rope_theta", |it| it.window_rope_theta = Some(1e4)),
         ("rope_scaling", |it| it.rope_scaling = RopeScaling::None),
         ("rope_attention_factor", |it| it.rope_attention_factor = 1.5),
         ("layers", |it| {
@@ -189,6 +191,102 @@ fn absent_keys_have_the_defaults_of_each_architecture() {
     );
 }
 
+/// The keys are those of the hub's models of 4B and 27B, and of a model of transformers 5.
+#[test]
+fn gemma3_is_read_alone_and_in_a_multimodal_model() {
+    let read = |config: &Value| {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("config.json");
+        fs::write(&path, config.to_string()).unwrap();
+        Checkpoint::open(&path, LoadFormat::Dummy { seed: 0 }).map(|it| it.config().clone())
+    };
+    let multimodal = json!({
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+        "eos_token_id": [1, 106],
+        "text_config": {
+            "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 12,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024
+        }
+    });
+    let config = read(&multimodal).unwrap();
+    let heads = (config.query_head_count, config.kv_head_count, config.head_dim);
+    assert_eq!((heads, config.vocab_size), ((8, 4, 256), 262_208));
+    assert_eq!((config.rope_theta, config.window_rope_theta), (1e6, Some(1e4)));
+    assert_eq!(config.rope_scaling, RopeScaling::Linear { factor: 8.0 });
+    assert_eq!((config.attention_scale(), config.embedding_scale()), (1.0 / 16.0, 50.5));
+    assert_eq!((config.tied_output, config.eos_token_ids), (true, vec![1, 106]));
+    let has_window = config.layers.iter().map(|layer| layer.window().is_some());
+    assert_eq!(has_window.collect::<Vec<_>>(), [[true; 5].as_slice(), &[false]].concat().repeat(2));
+
+    let alone = json!({
+        "architectures": ["Gemma3ForCausalLM"], "hidden_size": 5376, "intermediate_size": 21504,
+        "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 16,
+        "head_dim": 128, "query_pre_attn_scalar": 168, "sliding_window": 1024,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000, "factor": 4}
+        }
+    });
+    let with = |key: &str, value: Value| {
+        let mut config = alone.clone();
+        config[key] = value;
+        read(&config)
+    };
+    let config = read(&alone).unwrap();
+    assert_eq!((config.rope_theta, config.window_rope_theta), (1e3, Some(500.0)));
+    assert_eq!(config.rope_scaling, RopeScaling::Linear { factor: 4.0 });
+    assert_eq!(config.attention_scale(), 1.0 / 168.0_f32.sqrt());
+    let old = json!({"rope_type": "linear", "factor": 4});
+    assert_eq!(with("rope_parameters", old).unwrap().window_rope_theta, Some(1e4));
+
+    let yarn = json!({"full_attention": {"rope_type": "yarn", "factor": 4}});
+    let scaled = json!({"sliding_attention": {"rope_type": "linear", "factor": 4}});
+    for (key, value, message) in [
+        (
+            "attn_logit_softcapping",
+            json!(50.0),
+            "unsupported attn_logit_softcapping: 50; expected null",
+        ),
+        (
+            "final_logit_softcapping",
+            json!(30),
+            "unsupported final_logit_softcapping: 30; expected null",
+        ),
+        (
+            "sliding_window",
+            json!(0),
+            "unsupported sliding_window: none; expected a number of tokens",
+        ),
+        (
+            "use_bidirectional_attention",
+            json!(true),
+            "use_bidirectional_attention: true; expected false",
+        ),
+        ("hidden_activation", json!("gelu"), "\"gelu\"; expected \"gelu_pytorch_tanh\""),
+        (
+            "rope_parameters",
+            scaled,
+            "sliding_attention.rope_type: \"linear\"; expected \"default\"",
+        ),
+        ("rope_parameters", yarn, "expected 1 if layers with a window have another RoPE"),
+        ("query_pre_attn_scalar", json!(0), "query_pre_attn_scalar is 0; expected 1 to 1024"),
+        ("rope_local_base_freq", json!(0), "rope theta of windows is 0; expected 1 to 1e12"),
+    ] {
+        let mut config = alone.clone();
+        if key == "rope_local_base_freq" {
+            config["rope_parameters"] = Value::Null;
+        }
+        config[key] = value;
+        let error = read(&config).unwrap_err().to_string();
+        assert!(error.ends_with(message), "{error}");
+    }
+    let mut incomplete = multimodal;
+    incomplete["text_config"]["hidden_size"] = Value::Null;
+    let error = read(&incomplete).unwrap_err().to_string();
+    assert!(error.ends_with("key \"text_config.hidden_size\": is missing"), "{error}");
+}
+
 #[test]
 fn rope_is_read_in_old_and_new_spelling() {
     let linear = RopeScaling::Linear { factor: 2.5 };
@@ -248,7 +346,8 @@ fn unsupported_features_are_rejected_by_name() {
         (
             json!({"architectures": ["GemmaForCausalLM"]}),
             "unsupported architecture \"GemmaForCausalLM\"; expected one of \
-             \"Ernie4_5_MoeForCausalLM\", \"Glm4MoeForCausalLM\", \"GptOssForCausalLM\", \"LlamaForCausalLM\", \
+             \"Ernie4_5_MoeForCausalLM\", \"Gemma3ForCausalLM\", \"Gemma3ForConditionalGeneration\", \
+             \"Glm4MoeForCausalLM\", \"GptOssForCausalLM\", \"LlamaForCausalLM\", \
              \"MiniMaxM2ForCausalLM\", \"MistralForCausalLM\", \"MixtralForCausalLM\", \"OlmoeForCausalLM\", \
              \"Qwen2ForCausalLM\", \"Qwen2MoeForCausalLM\", \"Qwen3ForCausalLM\", \
              \"Qwen3MoeForCausalLM\"",

@@ -593,7 +593,7 @@ fn gemm_shapes(
     if let Some(size) = shared.map(|shared| shard.part(shared.size).len()) {
         layer.extend([(config.hidden_size, 2 * size), (size, config.hidden_size)]);
     }
-    if config.layers.iter().any(|layer| layer.feed_forward == FeedForward::Gated) {
+    if config.layers.iter().any(|layer| matches!(layer.feed_forward, FeedForward::Gated(_))) {
         layer.extend([(config.hidden_size, 2 * ffn_size), (ffn_size, config.hidden_size)]);
     }
     let (mut decode, mut prefill) = (Vec::new(), Vec::new());
@@ -666,6 +666,11 @@ pub fn check_sizes(
     if config.qk_norm() == Some(NormSpan::Projection) && !shard.is_whole() {
         let (what, value) = ("the model's family", config.family.name().to_owned());
         let allowed = "a family with norms of single heads, node.tp = 1, or node.device = \"cpu\"";
+        return Err(CudaError::Unsupported { what, value, allowed }.into());
+    }
+    if config.embedding_scale() != 1.0 {
+        let (what, value) = ("the model's family", config.family.name().to_owned());
+        let allowed = "a family without scaled embeddings, or node.device = \"cpu\"";
         return Err(CudaError::Unsupported { what, value, allowed }.into());
     }
     if !config.rotary_dim.is_multiple_of(8) {
@@ -749,6 +754,18 @@ mod tests {
             let error = refusal(&config(experts, chosen), (weights, compute));
             assert!(error.ends_with(expected), "{error}");
         }
+    }
+
+    #[test]
+    fn families_without_kernels_are_refused() {
+        let config = json!({
+            "architectures": ["Gemma3ForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
+            "num_hidden_layers": 2, "vocab_size": 200
+        });
+        let error = refusal(&config, (WeightFormat::Bf16, 90));
+        let expected = "family is gemma3_text; expected a family without scaled embeddings, or \
+                        node.device = \"cpu\"";
+        assert!(error.ends_with(expected), "{error}");
     }
 
     #[test]

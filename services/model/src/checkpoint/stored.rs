@@ -48,6 +48,8 @@ const INPUT_SCALES: [&str; 2] = ["input_scale", "activation_scale"];
 const WEIGHT: &str = "weight";
 /// First components of the names of the weights of layers.
 const LAYERS: &str = "model.layers.";
+/// Prefix of the names of the language model's weights in multimodal models.
+const LANGUAGE_MODEL: &str = "language_model.";
 /// Begin of the names of ERNIE's weights for multi-token prediction.
 const MTP: &str = "model.mtp_";
 
@@ -123,8 +125,11 @@ impl StoredWeights {
 
     pub(super) fn name_in_files(&self, name: String) -> String {
         // Embedding models are often saved as the base class, without this prefix.
-        let bare = name.strip_prefix("model.").filter(|bare| self.has(bare));
-        bare.map(str::to_owned).unwrap_or(name)
+        if let Some(bare) = name.strip_prefix("model.").filter(|bare| self.has(bare)) {
+            return bare.to_owned();
+        }
+        let of_multimodal = format!("{LANGUAGE_MODEL}{name}");
+        if self.has(&of_multimodal) { of_multimodal } else { name }
     }
 
     /// Returns whether the output projection is the embedding: the files have no output, or one
@@ -308,7 +313,9 @@ impl StoredWeights {
                 || match self.format {
                     Format::Gguf => name == ROPE_DIVISORS,
                     Format::Safetensors => {
-                        name.ends_with(ROPE_FREQUENCIES_SUFFIX) || is_of_mtp_layer(name, config)
+                        name.ends_with(ROPE_FREQUENCIES_SUFFIX)
+                            || is_of_mtp_layer(name, config)
+                            || config.family.ignores(name)
                     }
                 }
         };

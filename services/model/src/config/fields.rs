@@ -65,6 +65,18 @@ impl Fields<'_> {
         self.get(key)?.ok_or_else(|| self.bad(key, "is missing".into()))
     }
 
+    /// Returns the value of `key` or a default; without a default, the key is required.
+    pub(super) fn require_or<T: DeserializeOwned>(
+        &self,
+        key: &str,
+        absent: Option<T>,
+    ) -> Result<T, ModelError> {
+        match absent {
+            None => self.require(key),
+            Some(absent) => Ok(self.get(key)?.unwrap_or(absent)),
+        }
+    }
+
     /// Rejects a word that is not one of `words`.
     pub(crate) fn check_word(
         &self,

@@ -93,6 +93,8 @@ pub(crate) fn from_gguf(
         vocab_size,
         context_tokens: metadata.require("context_length")?,
         rms_eps: metadata.require("attention.layer_norm_rms_epsilon")?,
+        query_pre_attn_scalar: head_dim as f32,
+        window_rope_theta: None,
         rope_theta: metadata.of_model("rope.freq_base")?.unwrap_or(10_000.0),
         rope_scaling: rope_scaling(&metadata, rope_divisors)?,
         rope_attention_factor: 1.0,

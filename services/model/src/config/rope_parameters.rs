@@ -12,6 +12,8 @@ const SUPPORTED: &str =
 /// Parameters of the rotary embedding.
 pub(super) struct Rope {
     pub theta: f32,
+    /// Theta of layers with a sliding window, if they have their own.
+    pub window_theta: Option<f32>,
     pub scaling: RopeScaling,
     /// Factor of rotated queries and keys.
     pub attention_factor: f32,
@@ -28,7 +30,9 @@ enum RotaryPart {
 
 impl Rope {
     /// Reads theta and scaling: from `rope_parameters` since transformers 5, from `rope_theta` and
-    /// `rope_scaling` before. `context_tokens` is the length that the configuration states.
+    /// `rope_scaling` before. If layers with a window have their own theta, `rope_parameters` has
+    /// an object for each kind of layer. `context_tokens` is the length that the configuration
+    /// states.
     pub(super) fn read(
         fields: &Fields<'_>,
         family: &Family,
@@ -49,8 +53,10 @@ impl Rope {
         let scaling_key = ["rope_parameters", "rope_scaling"]
             .into_iter()
             .find(|&key| fields.object.get(key).is_some_and(|value| !value.is_null()));
+        let window_theta = window_theta(fields, family)?;
         let plain = |theta, part| Self {
             theta,
+            window_theta,
             scaling: RopeScaling::None,
             attention_factor: 1.0,
             context_tokens,
@@ -61,6 +67,14 @@ impl Rope {
         };
         let object = fields.require::<Map<String, Value>>(scaling_key)?;
         let parameters = Fields { path: fields.path, object: &object, parent: Some(scaling_key) };
+        let of_full = match window_theta {
+            None => None,
+            Some(_) => parameters.get::<Map<String, Value>>("full_attention")?,
+        };
+        let parameters = match &of_full {
+            None => parameters,
+            Some(object) => Fields { object, ..parameters },
+        };
         let part = parameters
             .rotary_factor(family.rotary_factor().is_some())?
             .map_or(outer_part, RotaryPart::Factor);
@@ -159,4 +173,17 @@ impl Rope {
         let scaling = RopeScaling::Divisors(parameters.require(key)?);
         Ok(Self { scaling, attention_factor, ..self })
     }
+}
+
+/// Returns theta of layers with a window, if they have their own. Rejects scaling, which no model
+/// has there.
+fn window_theta(fields: &Fields<'_>, family: &Family) -> Result<Option<f32>, ModelError> {
+    let Some(absent) = family.absent().window_rope_theta else { return Ok(None) };
+    let object = fields.get::<Map<String, Value>>("rope_parameters")?.unwrap_or_default();
+    let parameters = Fields { object: &object, parent: Some("rope_parameters"), ..*fields };
+    let object = parameters.get::<Map<String, Value>>("sliding_attention")?.unwrap_or_default();
+    let windowed = Fields { object: &object, parent: Some("sliding_attention"), ..*fields };
+    windowed.check_word("rope_type", &["default"], "\"default\"")?;
+    let theta = windowed.get("rope_theta")?.or(fields.get("rope_local_base_freq")?);
+    Ok(Some(theta.unwrap_or(absent)))
 }

@@ -12,6 +12,7 @@ use crate::{
 pub(super) static FAMILY: Family = Family {
     name: "ernie4_5_moe",
     class: "Ernie4_5_MoeForCausalLM",
+    multimodal_class: None,
     gguf: None,
     absent: AbsentKeys {
         kv_head_count: Some(4),
@@ -25,6 +26,8 @@ pub(super) static FAMILY: Family = Family {
     rows: RotaryRows::Pairs,
     has_mtp_layers: true,
     has_stacked_experts: false,
+    scales_embedding: false,
+    has_norm_offset: false,
     refused: &["use_bias"],
     layer: LayerSpec::LLAMA,
     layers: |fields, layer, layer_count| {

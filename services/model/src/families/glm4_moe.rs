@@ -12,6 +12,7 @@ use crate::{
 pub(super) static FAMILY: Family = Family {
     name: "glm4_moe",
     class: "Glm4MoeForCausalLM",
+    multimodal_class: None,
     gguf: None,
     absent: AbsentKeys {
         kv_head_count: Some(8),
@@ -23,6 +24,8 @@ pub(super) static FAMILY: Family = Family {
     rows: RotaryRows::Halves,
     has_mtp_layers: true,
     has_stacked_experts: false,
+    scales_embedding: false,
+    has_norm_offset: false,
     refused: &[],
     layer: LayerSpec::LLAMA,
     layers: |fields, layer, layer_count| {

@@ -17,6 +17,7 @@ const WINDOW_DEFAULT: usize = 128;
 pub(super) static FAMILY: Family = Family {
     name: "gpt_oss",
     class: "GptOssForCausalLM",
+    multimodal_class: None,
     gguf: None,
     absent: AbsentKeys {
         kv_head_count: Some(8),
@@ -30,6 +31,8 @@ pub(super) static FAMILY: Family = Family {
     rows: RotaryRows::Halves,
     has_mtp_layers: false,
     has_stacked_experts: true,
+    scales_embedding: false,
+    has_norm_offset: false,
     refused: &[],
     layer: LayerSpec {
         mixer: Mixer::Attention(AttentionSpec {

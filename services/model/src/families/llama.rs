@@ -7,6 +7,7 @@ use crate::layer::LayerSpec;
 pub(super) static FAMILY: Family = Family {
     name: "llama",
     class: "LlamaForCausalLM",
+    multimodal_class: None,
     gguf: Some(Gguf {
         // Mixtral.
         experts: Some(GgufExperts { is_normalized: true, has_shared: false }),
@@ -17,6 +18,8 @@ pub(super) static FAMILY: Family = Family {
     rows: RotaryRows::Halves,
     has_mtp_layers: false,
     has_stacked_experts: false,
+    scales_embedding: false,
+    has_norm_offset: false,
     refused: &["attention_bias", "mlp_bias"],
     layer: LayerSpec::LLAMA,
     layers: |_, layer, layer_count| Ok(vec![layer; layer_count]),

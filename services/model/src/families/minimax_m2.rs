@@ -9,6 +9,7 @@ use crate::layer::ExpertSpec;
 pub(super) static FAMILY: Family = Family {
     name: "minimax_m2",
     class: "MiniMaxM2ForCausalLM",
+    multimodal_class: None,
     gguf: None,
     absent: AbsentKeys {
         kv_head_count: Some(8),
@@ -21,6 +22,8 @@ pub(super) static FAMILY: Family = Family {
     rows: RotaryRows::Halves,
     has_mtp_layers: true,
     has_stacked_experts: false,
+    scales_embedding: false,
+    has_norm_offset: false,
     refused: &[],
     layer: olmoe::FAMILY.layer,
     layers: |fields, layer, layer_count| {

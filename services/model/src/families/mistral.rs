@@ -6,12 +6,15 @@ use crate::layer::LayerSpec;
 pub(super) static FAMILY: Family = Family {
     name: "mistral",
     class: "MistralForCausalLM",
+    multimodal_class: None,
     gguf: None,
     absent: AbsentKeys { kv_head_count: Some(8), context_tokens: 131_072, ..AbsentKeys::LLAMA },
     rotary_factor: None,
     rows: RotaryRows::Halves,
     has_mtp_layers: false,
     has_stacked_experts: false,
+    scales_embedding: false,
+    has_norm_offset: false,
     refused: &[],
     layer: LayerSpec::LLAMA,
     layers: |fields, layer, layer_count| {

@@ -14,6 +14,7 @@ use crate::{
 pub(super) static FAMILY: Family = Family {
     name: "mixtral",
     class: "MixtralForCausalLM",
+    multimodal_class: None,
     gguf: None,
     absent: AbsentKeys {
         kv_head_count: Some(8),
@@ -26,6 +27,8 @@ pub(super) static FAMILY: Family = Family {
     rows: RotaryRows::Halves,
     has_mtp_layers: false,
     has_stacked_experts: false,
+    scales_embedding: false,
+    has_norm_offset: false,
     refused: &[],
     layer: LayerSpec::LLAMA,
     layers: |fields, layer, layer_count| {

@@ -8,12 +8,15 @@ use crate::layer::{AttentionSpec, ExpertSpec, LayerSpec, Mixer};
 pub(super) static FAMILY: Family = Family {
     name: "olmoe",
     class: "OlmoeForCausalLM",
+    multimodal_class: None,
     gguf: None,
     absent: AbsentKeys { context_tokens: 4096, rms_eps: 1e-5, ..AbsentKeys::LLAMA },
     rotary_factor: None,
     rows: RotaryRows::Halves,
     has_mtp_layers: false,
     has_stacked_experts: false,
+    scales_embedding: false,
+    has_norm_offset: false,
     refused: &["attention_bias"],
     layer: LayerSpec {
         mixer: Mixer::Attention(AttentionSpec {

@@ -7,6 +7,7 @@ use crate::layer::{ExpertSpec, SharedExpertSpec};
 pub(super) static FAMILY: Family = Family {
     name: "qwen2_moe",
     class: "Qwen2MoeForCausalLM",
+    multimodal_class: None,
     gguf: Some(Gguf {
         experts: Some(GgufExperts { is_normalized: false, has_shared: true }),
         ..Gguf::new("qwen2moe", RotaryRows::Halves)
@@ -16,6 +17,8 @@ pub(super) static FAMILY: Family = Family {
     rows: RotaryRows::Halves,
     has_mtp_layers: false,
     has_stacked_experts: false,
+    scales_embedding: false,
+    has_norm_offset: false,
     refused: &["use_sliding_window"],
     layer: qwen2::FAMILY.layer,
     layers: |fields, layer, layer_count| {

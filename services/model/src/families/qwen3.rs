@@ -8,6 +8,7 @@ use crate::layer::{AttentionSpec, LayerSpec, Mixer};
 pub(super) static FAMILY: Family = Family {
     name: "qwen3",
     class: "Qwen3ForCausalLM",
+    multimodal_class: None,
     gguf: Some(Gguf::new("qwen3", RotaryRows::Halves)),
     absent: AbsentKeys {
         kv_head_count: Some(32),
@@ -19,6 +20,8 @@ pub(super) static FAMILY: Family = Family {
     rows: RotaryRows::Halves,
     has_mtp_layers: false,
     has_stacked_experts: false,
+    scales_embedding: false,
+    has_norm_offset: false,
     refused: &["attention_bias"],
     layer: LayerSpec {
         mixer: Mixer::Attention(AttentionSpec {

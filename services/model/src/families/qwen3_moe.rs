@@ -12,6 +12,7 @@ use crate::{
 pub(super) static FAMILY: Family = Family {
     name: "qwen3_moe",
     class: "Qwen3MoeForCausalLM",
+    multimodal_class: None,
     gguf: Some(Gguf {
         experts: Some(GgufExperts { is_normalized: true, has_shared: false }),
         ..Gguf::new("qwen3moe", RotaryRows::Halves)
@@ -21,6 +22,8 @@ pub(super) static FAMILY: Family = Family {
     rows: RotaryRows::Halves,
     has_mtp_layers: false,
     has_stacked_experts: false,
+    scales_embedding: false,
+    has_norm_offset: false,
     refused: &["attention_bias", "use_sliding_window"],
     layer: qwen3::FAMILY.layer,
     layers: |fields, layer, layer_count| {

@@ -56,8 +56,16 @@ enum Memory {
 #[derive(Debug)]
 struct Vector {
     to: usize,
-    /// Index of the tensor, and element type.
-    parts: Vec<(usize, Dtype)>,
+    parts: Vec<VectorPart>,
+}
+
+#[derive(Debug)]
+struct VectorPart {
+    /// Index of the tensor.
+    tensor: usize,
+    dtype: Dtype,
+    /// Number that is added to the elements.
+    offset: f32,
 }
 
 impl Scatter {
@@ -77,11 +85,13 @@ impl Scatter {
             if packed.is_vector {
                 let mut vector = Vector { to: place(packed.elements() * 4)?, parts: Vec::new() };
                 for part in &packed.parts {
-                    let index = known[&part.weight];
+                    let weight = part.weight;
+                    let index = known[&weight];
                     let stored = dtype_of(&declared[index]).expect("the types were checked");
                     let part = Destination::new(part, stored, host_bytes, Memory::Host);
                     host_bytes += part.runs().bytes();
-                    vector.parts.push((index, stored));
+                    let offset = config.vector_offset(weight);
+                    vector.parts.push(VectorPart { tensor: index, dtype: stored, offset });
                     tensors[index].destination = Some(part);
                 }
                 vectors.push(vector);
@@ -147,15 +157,15 @@ impl Scatter {
         };
         for vector in &self.vectors {
             let mut values = Vec::new();
-            for (index, dtype) in &vector.parts {
-                let tensor = &self.tensors[*index];
+            for VectorPart { tensor, dtype, offset } in &vector.parts {
+                let tensor = &self.tensors[*tensor];
                 let part = tensor.destination.as_ref().expect("a part of a vector is copied");
                 let part = widened(part.host(&copied.host), *dtype);
                 let count = part.iter().filter(|value| !value.is_finite()).count() as u64;
                 if count > 0 {
                     return Err(not_finite(tensor, count));
                 }
-                values.extend(part);
+                values.extend(part.into_iter().map(|value| value + offset));
             }
             upload(&values, vector.to)?;
         }

@@ -64,8 +64,10 @@ fn trainer_tensors(checkpoint: &Checkpoint, dtype: Dtype) -> (Vec<DeclaredTensor
         let shape = weight.shape(config).dims();
         let (dtype, bytes) = match shape.len() {
             1 => {
-                let values = checkpoint.vector(*weight).unwrap();
-                (Dtype::F32, values.iter().flat_map(|value| value.to_le_bytes()).collect())
+                let offset = config.vector_offset(*weight);
+                let values = checkpoint.vector(*weight).unwrap().into_iter();
+                let stored = values.flat_map(|value| (value - offset).to_le_bytes());
+                (Dtype::F32, stored.collect())
             }
             _ => {
                 let matrix = checkpoint.matrix(*weight).unwrap();
@@ -161,6 +163,7 @@ proptest! {
             ("LlamaForCausalLM", "llama", false),
             ("Qwen2ForCausalLM", "qwen2", true),
             ("Qwen3ForCausalLM", "qwen3", true),
+            ("Gemma3ForCausalLM", "gemma3_text", true),
         ] {
             let checkpoint = checkpoint(architecture, name, tied);
             let config = checkpoint.config();

@@ -1,0 +1,80 @@
+//! Gemma 3, and the language model of multimodal Gemma 3: norms before and after attention and the
+//! feed-forward network, norms of query and key heads, GELU, scaled embeddings, and a sliding
+//! window with its own rope theta in most layers.
+
+use kernels::backend::{GatedActivation, NormSpan};
+use serde_json::Value;
+
+use super::{AbsentKeys, Family, RotaryRows, qwen2::AttentionKind};
+use crate::{
+    layer::{AttentionSpec, FeedForward, GatedSpec, LayerSpec, Mixer},
+    weight::LayerWeight,
+};
+
+/// Every layer of this number has no window.
+const PATTERN_DEFAULT: usize = 6;
+
+pub(super) static FAMILY: Family = Family {
+    name: "gemma3_text",
+    class: "Gemma3ForCausalLM",
+    multimodal_class: Some("Gemma3ForConditionalGeneration"),
+    gguf: None,
+    absent: AbsentKeys {
+        query_head_count: Some(8),
+        kv_head_count: Some(4),
+        head_dim: Some(256),
+        vocab_size: Some(262_208),
+        context_tokens: 131_072,
+        query_pre_attn_scalar: Some(256.0),
+        rope_theta: 1_000_000.0,
+        window_rope_theta: Some(10_000.0),
+        rms_eps: 1e-6,
+        tied_output: true,
+    },
+    rotary_factor: None,
+    rows: RotaryRows::Halves,
+    has_mtp_layers: false,
+    has_stacked_experts: false,
+    scales_embedding: true,
+    has_norm_offset: true,
+    refused: &["attention_bias", "use_bidirectional_attention"],
+    layer: LayerSpec {
+        mixer: Mixer::Attention(AttentionSpec {
+            qk_norm: Some(NormSpan::Head),
+            has_post_norm: true,
+            ..AttentionSpec::LLAMA
+        }),
+        feed_forward: FeedForward::Gated(GatedSpec {
+            activation: GatedActivation::GeluTanh,
+            has_post_norm: true,
+        }),
+    },
+    layers: |fields, full, layer_count| {
+        const GELU: &str = "gelu_pytorch_tanh";
+        fields.check_word("hidden_activation", &[GELU], "\"gelu_pytorch_tanh\"")?;
+        for key in ["attn_logit_softcapping", "final_logit_softcapping"] {
+            if let Some(found) = fields.get::<Value>(key)? {
+                return Err(fields.unsupported(key, found.to_string(), "null"));
+            }
+        }
+        // The rope theta of these layers is known by their window.
+        let Some(window) = fields.sliding_window()? else {
+            return Err(fields.unsupported("sliding_window", "none".into(), "a number of tokens"));
+        };
+        let windowed = full.with_window(Some(window));
+        if let Some(kinds) = fields.get::<Vec<AttentionKind>>("layer_types")? {
+            let describe = |kind| match kind {
+                AttentionKind::FullAttention => full,
+                AttentionKind::SlidingAttention => windowed,
+            };
+            return Ok(kinds.into_iter().map(describe).collect());
+        }
+        let pattern: usize = fields.get("sliding_window_pattern")?.unwrap_or(PATTERN_DEFAULT);
+        let is_full = |layer: usize| (layer + 1).is_multiple_of(pattern);
+        Ok((0..layer_count).map(|layer| if is_full(layer) { full } else { windowed }).collect())
+    },
+    weight_name: |weight| match weight {
+        LayerWeight::FfnNorm => Some("pre_feedforward_layernorm.weight".to_owned()),
+        _ => None,
+    },
+};
