@@ -30,7 +30,7 @@ case ${1:-} in
         sanitize=racecheck
         shift
         [[ $# -gt 0 ]] ||
-            filters=(gpu::rows::norms gpu::rows::silu gpu::sampling::non_finite gpu::attention::sliding_window)
+            filters=(gpu::rows::norms gpu::rows::activations gpu::sampling::non_finite gpu::attention::sliding_window)
         ;;
 esac
 if [[ -n $sanitize ]] && ! command -v compute-sanitizer >/dev/null; then

@@ -152,7 +152,7 @@ fn main() -> ExitCode {
             gpu::nccl::killed_peer_is_aborted_and_its_memory_freed,
             gpu::reference::random_models_match_logits_of_transformers,
             gpu::rows::norms_match_cpu,
-            gpu::rows::silu_matches_cpu,
+            gpu::rows::activations_match_cpu,
             gpu::rows::gemm_matches_cpu_for_both_output_types,
             gpu::sampling::sampled_tokens_match_cpu,
             gpu::sampling::non_finite_logits_fail_only_their_row,

@@ -210,6 +210,7 @@ pub(crate) fn models_in_fp8_are_close_to_bf16_with_and_without_graphs() {
         ("LlamaForCausalLM", "llama", 64),
         ("Qwen2ForCausalLM", "qwen2", 128),
         ("Qwen3ForCausalLM", "qwen3", 64),
+        ("Gemma3ForCausalLM", "gemma3_text", 128),
         ("Qwen3MoeForCausalLM", "qwen3_moe", 64),
         ("Glm4MoeForCausalLM", "glm4_moe", 128),
     ] {

@@ -51,6 +51,7 @@ pub(crate) fn checkpoint_with(architecture: &str, model_type: &str, head_dim: us
     let more = match model_type {
         "qwen2" => vec![windows],
         "gpt_oss" => vec![windows, scaling],
+        "gemma3_text" => vec![windows, serde_json::json!({"rope_local_base_freq": 500.0})],
         _ => Vec::new(),
     };
     let fields = config.as_object_mut().expect("an object");
@@ -228,6 +229,7 @@ pub(crate) fn every_architecture_matches_cpu_logits_and_tokens() {
         ("LlamaForCausalLM", "llama"),
         ("Qwen2ForCausalLM", "qwen2"),
         ("Qwen3ForCausalLM", "qwen3"),
+        ("Gemma3ForCausalLM", "gemma3_text"),
     ] {
         let checkpoint = checkpoint(architecture, model_type);
         let wanted = by_cpu(&checkpoint, Dtype::F32.into());
@@ -273,6 +275,8 @@ pub(crate) fn fused_kernels_and_graph_replay_match_cpu_logits_in_bf16() {
         ("LlamaForCausalLM", "llama", 64),
         ("Qwen2ForCausalLM", "qwen2", 128),
         ("Qwen3ForCausalLM", "qwen3", 64),
+        ("Gemma3ForCausalLM", "gemma3_text", 128),
+        ("Gemma3ForCausalLM", "gemma3_text", 256),
         ("MixtralForCausalLM", "mixtral", 64),
         ("Qwen3MoeForCausalLM", "qwen3_moe", 128),
         ("Qwen2MoeForCausalLM", "qwen2_moe", 64),
@@ -301,7 +305,8 @@ pub(crate) fn fused_kernels_and_graph_replay_match_cpu_logits_in_bf16() {
             let is_near = if has_experts { middle < 0.03 && most < 0.3 } else { most < 0.05 };
             eprintln!("{what}: {same} of {STEPS} steps chose the CPU's tokens");
             assert!(is_near, "{what}: the relative errors of rows of logits are {errors:.3?}");
-            let can_capture = options.attention == AttentionKind::Auto && head_dim >= 64;
+            let can_capture =
+                options.attention == AttentionKind::Auto && [64, 128].contains(&head_dim);
             for (graphs, dependent_launch) in [(false, true), (true, false), (true, true)] {
                 if graphs && !can_capture {
                     continue;

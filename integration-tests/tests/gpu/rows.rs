@@ -9,13 +9,14 @@ const ROWS: [usize; 5] = [1, 2, 7, 33, 130];
 const WIDTHS: [usize; 5] = [8, 72, 576, 1032, 4096];
 const EPS: f32 = 1e-5;
 
-/// Returns the outputs of the plain norm, and of the norm after a residual addition with the sum.
+/// Returns the outputs of the plain norm, of the norm after a residual addition with the sum, and
+/// of the norm in place.
 fn norms<B: Bench>(
     backend: &mut B,
     (x, delta, normed): (&mut B::Buffer, &mut B::Buffer, &mut B::Buffer),
     weight: &B::Vector,
     (rows, width): (usize, usize),
-) -> [Vec<f32>; 3] {
+) -> [Vec<f32>; 4] {
     backend.put(x, &numbers(1, rows * width));
     backend.put(delta, &numbers(2, rows * width));
     backend.poison(normed);
@@ -23,7 +24,9 @@ fn norms<B: Bench>(
     let plain = backend.get(normed, rows);
     backend.poison(normed);
     backend.add_rms_norm(rows, x, delta, weight, EPS, normed);
-    [plain, backend.get(normed, rows), backend.get(x, rows)]
+    let after_addition = backend.get(normed, rows);
+    backend.rms_norm_in_place(rows, delta, weight, EPS);
+    [plain, after_addition, backend.get(x, rows), backend.get(delta, rows)]
 }
 
 pub(crate) fn norms_match_cpu() {
@@ -62,7 +65,7 @@ pub(crate) fn norms_match_cpu() {
     }
 }
 
-pub(crate) fn silu_matches_cpu() {
+pub(crate) fn activations_match_cpu() {
     let gpu = gpu();
     for dtype in DTYPES {
         for width in WIDTHS {
@@ -75,15 +78,17 @@ pub(crate) fn silu_matches_cpu() {
                 let input: Vec<f32> =
                     numbers(5, rows * 2 * width).iter().map(|value| value * 8.0).collect();
                 cuda.put(&mut on_gpu, &input);
-                Bench::poison(&cuda, &mut result);
-                cuda.activate(GatedActivation::Silu, rows, &on_gpu, &mut result);
-                let found = cuda.get(&result, rows);
                 let mut cpu = cpu(dtype);
                 let (mut from, mut to) = (cpu.buffer(rows, 2 * width), cpu.buffer(rows, width));
                 cpu.put(&mut from, &input);
-                cpu.activate(GatedActivation::Silu, rows, &from, &mut to);
-                let what = format!("{dtype} {rows} x {width}");
-                assert_near(&found, &cpu.get(&to, rows), tolerance(dtype), &what);
+                for activation in [GatedActivation::Silu, GatedActivation::GeluTanh] {
+                    Bench::poison(&cuda, &mut result);
+                    cuda.activate(activation, rows, &on_gpu, &mut result);
+                    let found = cuda.get(&result, rows);
+                    cpu.activate(activation, rows, &from, &mut to);
+                    let what = format!("{activation:?} {dtype} {rows} x {width}");
+                    assert_near(&found, &cpu.get(&to, rows), tolerance(dtype), &what);
+                }
             }
         }
     }

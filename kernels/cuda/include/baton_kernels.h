@@ -30,7 +30,7 @@
 #endif
 
 /* Increases with every incompatible change of this file. */
-#define BATON_ABI_VERSION 13
+#define BATON_ABI_VERSION 14
 
 /* Tokens per KV block. */
 #define BATON_BLOCK_TOKENS 16
@@ -82,15 +82,19 @@ BATON_API int32_t baton_struct_sizes(uint32_t *sizes_host, int32_t capacity);
 
 /* ---- Rows: embedding, norms, activations ----------------------------------------------------------- */
 
-/* residual[row][width] (f32) = table[tokens[row] - first] (T). A token outside of the table's `count` rows gives zeros:
- * another rank has its row. */
+/* residual[row][width] (f32) = table[tokens[row] - first] (T) * scale. A token outside of the table's `count` rows gives
+ * zeros: another rank has its row. */
 BATON_API int32_t baton_embed(int32_t dtype, const void *table, int32_t first, int32_t count,
-                              const int32_t *tokens, float *residual, int32_t rows, int32_t width,
-                              void *stream);
+                              float scale, const int32_t *tokens, float *residual, int32_t rows,
+                              int32_t width, void *stream);
 
 /* out[row] (T) = x / sqrt(mean(x^2) + eps) * weight, where x = residual[row]. Rows are at most 32768 wide. */
 BATON_API int32_t baton_rms_norm(int32_t dtype, const float *residual, const float *weight, float eps,
                                  void *out, int32_t rows, int32_t width, void *stream);
+
+/* x[row] (T) = x / sqrt(mean(x^2) + eps) * weight, in place. */
+BATON_API int32_t baton_rms_norm_in_place(int32_t dtype, void *x, const float *weight, float eps,
+                                          int32_t rows, int32_t width, void *stream);
 
 /* residual[row] += delta[row] (T), then as baton_rms_norm. */
 BATON_API int32_t baton_add_rms_norm(int32_t dtype, float *residual, const void *delta,
@@ -101,14 +105,19 @@ BATON_API int32_t baton_add_rms_norm(int32_t dtype, float *residual, const void 
 BATON_API int32_t baton_add_bias(int32_t dtype, void *x, const float *bias, int32_t rows, int32_t width,
                                  void *stream);
 
-/* out[row][i] = silu(gate_up[row][i]) * gate_up[row][width + i]; gate_up is [rows][2 * width]. */
-BATON_API int32_t baton_silu_mul(int32_t dtype, const void *gate_up, void *out, int32_t rows,
-                                 int32_t width, void *stream);
+typedef enum {
+  BATON_SILU = 0,
+  BATON_GELU_TANH = 1 /* GELU with its tanh approximation */
+} baton_activation;
+
+/* out[row][i] = activation(gate_up[row][i]) * gate_up[row][width + i]; gate_up is [rows][2 * width]. */
+BATON_API int32_t baton_activate(int32_t dtype, int32_t activation, const void *gate_up, void *out,
+                                 int32_t rows, int32_t width, void *stream);
 
 typedef enum {
   BATON_QUANTIZE_ROWS = 0, /* y = x */
   BATON_QUANTIZE_NORM = 1, /* y as of baton_rms_norm of `residual`, or of baton_add_rms_norm where x is not null */
-  BATON_QUANTIZE_SILU = 2  /* y as of baton_silu_mul: a row of x has 2 * width elements */
+  BATON_QUANTIZE_SILU = 2  /* y as of baton_activate with BATON_SILU: a row of x has 2 * width elements */
 } baton_quantize_source;
 
 /* 80 bytes. */

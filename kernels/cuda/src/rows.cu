@@ -13,8 +13,8 @@ constexpr int ROW_MAX = 32768;  // widest row that a norm holds in registers
 constexpr int NORM_THREADS = 1024;
 
 template <class T>
-__global__ void embed_kernel(const T* table, int first, int count, const int32_t* tokens, float* residual,
-                             int width) {
+__global__ void embed_kernel(const T* table, int first, int count, float scale, const int32_t* tokens,
+                             float* residual, int width) {
   pdl_wait_and_release();
   const int row = tokens[blockIdx.x] - first;
   const bool is_own = row >= 0 && row < count;
@@ -23,13 +23,15 @@ __global__ void embed_kernel(const T* table, int first, int count, const int32_t
   for (int i = (blockIdx.y * blockDim.x + threadIdx.x) * 8; i < width; i += gridDim.y * blockDim.x * 8) {
     float values[8] = {};
     if (is_own) load8(from + i, values);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) values[j] *= scale;
     store8(to + i, values);
   }
 }
 
-// One CTA per row; a thread holds ITEMS groups of 8, `blockDim.x` groups apart.
-template <class T, int ITEMS, bool ADD>
-__global__ void norm_kernel(float* residual, const T* delta, const float* weight, float eps, T* out, int width) {
+// One CTA per row; a thread holds ITEMS groups of 8, `blockDim.x` groups apart. `out` may be `residual`.
+template <class R, class T, int ITEMS, bool ADD>
+__global__ void norm_kernel(R* residual, const T* delta, const float* weight, float eps, T* out, int width) {
   __shared__ float shared[WARP];
   pdl_wait_and_release();
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * width;
@@ -87,8 +89,15 @@ __device__ inline float silu(float x) {
   return (x < 0.f ? x * small : x) / (1.f + small);
 }
 
-template <class T>
-__global__ void silu_mul_kernel(const T* gate_up, T* out, int width) {
+// Returns x / 2 * (1 + tanh(z)), which is x * sigmoid(2z).
+__device__ inline float gelu_tanh(float x) {
+  const float twice_z = 1.5957691216f * (x + 0.044715f * (x * x * x));
+  const float small = expf(-fabsf(twice_z));
+  return (x < 0.f ? x * small : x) / (1.f + small);
+}
+
+template <class T, bool IS_GELU>
+__global__ void activate_kernel(const T* gate_up, T* out, int width) {
   pdl_wait_and_release();
   const T* gate = gate_up + static_cast<int64_t>(blockIdx.x) * 2 * width;
   T* to = out + static_cast<int64_t>(blockIdx.x) * width;
@@ -97,7 +106,7 @@ __global__ void silu_mul_kernel(const T* gate_up, T* out, int width) {
     load8(gate + i, gates);
     load8(gate + width + i, ups);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) gates[j] = silu(gates[j]) * ups[j];
+    for (int j = 0; j < 8; ++j) gates[j] = (IS_GELU ? gelu_tanh(gates[j]) : silu(gates[j])) * ups[j];
     store8(to + i, gates);
   }
 }
@@ -126,8 +135,8 @@ dim3 row_grid(int32_t rows, int32_t width) {
   return dim3(rows, rows < 512 ? groups : divide_up(groups, 4));
 }
 
-template <class T, bool ADD>
-int32_t norm(float* residual, const void* delta, const float* weight, float eps, void* out, int32_t rows,
+template <class R, class T, bool ADD>
+int32_t norm(R* residual, const void* delta, const float* weight, float eps, void* out, int32_t rows,
              int32_t width, cudaStream_t stream) {
   BATON_TRY(check_rows(rows, width));
   BATON_REQUIRE(width <= ROW_MAX, "width is %d; expected at most %d", width, ROW_MAX);
@@ -139,25 +148,30 @@ int32_t norm(float* residual, const void* delta, const float* weight, float eps,
     return launch("rms norm", kernel, dim3(rows), dim3(threads), 0, stream, residual,
                   static_cast<const T*>(delta), weight, eps, static_cast<T*>(out), width);
   };
-  if (items == 1) return run(norm_kernel<T, 1, ADD>);
-  if (items == 2) return run(norm_kernel<T, 2, ADD>);
-  return run(norm_kernel<T, 4, ADD>);
+  if (items == 1) return run(norm_kernel<R, T, 1, ADD>);
+  if (items == 2) return run(norm_kernel<R, T, 2, ADD>);
+  return run(norm_kernel<R, T, 4, ADD>);
 }
 
 }  // namespace
+
+template <class R, class T, bool ADD>
+int32_t load_norms() {
+  BATON_TRY(load(norm_kernel<R, T, 1, ADD>));
+  BATON_TRY(load(norm_kernel<R, T, 2, ADD>));
+  return load(norm_kernel<R, T, 4, ADD>);
+}
 
 int32_t load_rows() {
   auto all = [](auto element) {
     using T = decltype(element);
     BATON_TRY(load(embed_kernel<T>));
-    BATON_TRY(load(norm_kernel<T, 1, false>));
-    BATON_TRY(load(norm_kernel<T, 2, false>));
-    BATON_TRY(load(norm_kernel<T, 4, false>));
-    BATON_TRY(load(norm_kernel<T, 1, true>));
-    BATON_TRY(load(norm_kernel<T, 2, true>));
-    BATON_TRY(load(norm_kernel<T, 4, true>));
+    BATON_TRY((load_norms<float, T, false>()));
+    BATON_TRY((load_norms<float, T, true>()));
+    BATON_TRY((load_norms<T, T, false>()));
     BATON_TRY(load(bias_kernel<T>));
-    BATON_TRY(load(silu_mul_kernel<T>));
+    BATON_TRY((load(activate_kernel<T, false>)));
+    BATON_TRY((load(activate_kernel<T, true>)));
     return load(gather_kernel<T>);
   };
   BATON_TRY(all(float()));
@@ -168,7 +182,7 @@ int32_t load_rows() {
 
 using namespace baton;
 
-BATON_API int32_t baton_embed(int32_t dtype, const void* table, int32_t first, int32_t count,
+BATON_API int32_t baton_embed(int32_t dtype, const void* table, int32_t first, int32_t count, float scale,
                               const int32_t* tokens, float* residual, int32_t rows, int32_t width,
                               void* stream) {
   return guarded([&] {
@@ -178,7 +192,7 @@ BATON_API int32_t baton_embed(int32_t dtype, const void* table, int32_t first, i
     return with_dtype(dtype, [&](auto element) {
       using T = decltype(element);
       return launch("embed", embed_kernel<T>, row_grid(rows, width), dim3(FLAT), 0, as_stream(stream),
-                    static_cast<const T*>(table), first, count, tokens, residual, width);
+                    static_cast<const T*>(table), first, count, scale, tokens, residual, width);
     });
   });
 }
@@ -187,8 +201,18 @@ BATON_API int32_t baton_rms_norm(int32_t dtype, const float* residual, const flo
                                  void* out, int32_t rows, int32_t width, void* stream) {
   return guarded([&] {
     return with_dtype(dtype, [&](auto element) {
-      return norm<decltype(element), false>(const_cast<float*>(residual), nullptr, weight, eps, out, rows, width,
-                                            as_stream(stream));
+      return norm<float, decltype(element), false>(const_cast<float*>(residual), nullptr, weight, eps, out, rows,
+                                                   width, as_stream(stream));
+    });
+  });
+}
+
+BATON_API int32_t baton_rms_norm_in_place(int32_t dtype, void* x, const float* weight, float eps, int32_t rows,
+                                          int32_t width, void* stream) {
+  return guarded([&] {
+    return with_dtype(dtype, [&](auto element) {
+      using T = decltype(element);
+      return norm<T, T, false>(static_cast<T*>(x), nullptr, weight, eps, x, rows, width, as_stream(stream));
     });
   });
 }
@@ -197,7 +221,7 @@ BATON_API int32_t baton_add_rms_norm(int32_t dtype, float* residual, const void*
                                      float eps, void* out, int32_t rows, int32_t width, void* stream) {
   return guarded([&] {
     return with_dtype(dtype, [&](auto element) {
-      return norm<decltype(element), true>(residual, delta, weight, eps, out, rows, width, as_stream(stream));
+      return norm<float, decltype(element), true>(residual, delta, weight, eps, out, rows, width, as_stream(stream));
     });
   });
 }
@@ -215,15 +239,20 @@ BATON_API int32_t baton_add_bias(int32_t dtype, void* x, const float* bias, int3
   });
 }
 
-BATON_API int32_t baton_silu_mul(int32_t dtype, const void* gate_up, void* out, int32_t rows, int32_t width,
-                                 void* stream) {
+BATON_API int32_t baton_activate(int32_t dtype, int32_t activation, const void* gate_up, void* out, int32_t rows,
+                                 int32_t width, void* stream) {
   return guarded([&] {
     BATON_TRY(check_rows(rows, width));
+    BATON_REQUIRE(activation == BATON_SILU || activation == BATON_GELU_TANH, "activation is %d; expected 0 or 1",
+                  activation);
     if (rows == 0) return static_cast<int32_t>(BATON_OK);
     return with_dtype(dtype, [&](auto element) {
       using T = decltype(element);
-      return launch("silu mul", silu_mul_kernel<T>, row_grid(rows, width), dim3(FLAT), 0, as_stream(stream),
-                    static_cast<const T*>(gate_up), static_cast<T*>(out), width);
+      auto run = [&](auto kernel) {
+        return launch("activate", kernel, row_grid(rows, width), dim3(FLAT), 0, as_stream(stream),
+                      static_cast<const T*>(gate_up), static_cast<T*>(out), width);
+      };
+      return activation == BATON_SILU ? run(activate_kernel<T, false>) : run(activate_kernel<T, true>);
     });
   });
 }

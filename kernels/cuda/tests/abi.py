@@ -82,11 +82,12 @@ STRUCTS = [QuantizeArgs, Kv, RopeArgs, Sampling, Slot, Pool, PlanHeader, PlanSeq
 
 ARGUMENTS = {
     "initialise": [],
-    "embed": [I32, P, I32, I32, P, P, I32, I32],
+    "embed": [I32, P, I32, I32, F32, P, P, I32, I32],
     "rms_norm": [I32, P, P, F32, P, I32, I32],
+    "rms_norm_in_place": [I32, P, P, F32, I32, I32],
     "add_rms_norm": [I32, P, P, P, F32, P, I32, I32],
     "add_bias": [I32, P, P, I32, I32],
-    "silu_mul": [I32, P, P, I32, I32],
+    "activate": [I32, I32, P, P, I32, I32],
     "quantize": [P],
     "gather_rows": [I32, P, P, P, I32, I32],
     "rope_store_kv": [P, P],

@@ -53,10 +53,10 @@ def small(lib, batch):
     weight, out = rand(HIDDEN), torch.empty(batch, HIDDEN, dtype=bf16, device="cuda")
     times["add_rms_norm"] = microseconds(lambda i: lib.add_rms_norm(1, residual, delta, weight, 1e-5, out, batch, HIDDEN))
     gate_up, inner = rand(batch, 2 * INNER, dtype=bf16), torch.empty(batch, INNER, dtype=bf16, device="cuda")
-    times["silu_mul"] = microseconds(lambda i: lib.silu_mul(1, gate_up, inner, batch, INNER))
+    times["activate"] = microseconds(lambda i: lib.activate(1, 0, gate_up, inner, batch, INNER))
     table = torch.zeros(VOCABULARY, HIDDEN, dtype=bf16, device="cuda")
     ids = torch.randint(0, VOCABULARY, (batch,), dtype=torch.int32, device="cuda")
-    times["embed"] = microseconds(lambda i: lib.embed(1, table, 0, VOCABULARY, ids, residual, batch, HIDDEN))
+    times["embed"] = microseconds(lambda i: lib.embed(1, table, 0, VOCABULARY, 1.0, ids, residual, batch, HIDDEN))
     del table
     arena, kv = check.kv_arena(batch + 1, LAYERS, KV_HEADS, DIM, bf16, 0)
     qkv, queries = rand(batch, (HEADS + 2 * KV_HEADS) * DIM, dtype=bf16), torch.empty(batch, HEADS * DIM, dtype=bf16, device="cuda")

@@ -79,9 +79,9 @@ def check_rows():
         # The whole table, and the parts of three ranks.
         for first, end in ((0, 77), (0, 30), (30, 31), (31, 77)):
             out = poisoned(rows, width, torch.float32)
-            lib.embed(code, table[first:end], first, end - first, ids, out, rows, width)
+            lib.embed(code, table[first:end], first, end - first, 0.5, ids, out, rows, width)
             is_own = ((ids >= first) & (ids < end))[:, None]
-            equal(out[:rows], table[ids.long()].float() * is_own, f"embed {what} {first}..{end}")
+            equal(out[:rows], table[ids.long()].float() * is_own * 0.5, f"embed {what} {first}..{end}")
             untouched_end(out, "embed")
 
         weight, residual, delta = rand(width), rand(rows, width, scale=3), rand(rows, width, dtype=dtype)
@@ -90,6 +90,12 @@ def check_rows():
         lib.rms_norm(code, residual, weight, 1e-5, out, rows, width)
         worst = max(worst, near(out[:rows], norm(residual), tolerance, f"rms_norm {what}"))
         untouched_end(out, "rms_norm")
+
+        x = poisoned(rows, width, dtype)
+        x[:rows] = delta
+        lib.rms_norm_in_place(code, x, weight, 1e-5, rows, width)
+        near(x[:rows], norm(delta.float()), tolerance, f"rms_norm_in_place {what}")
+        untouched_end(x, "rms_norm_in_place")
 
         summed, out = residual.clone(), poisoned(rows, width, dtype)
         lib.add_rms_norm(code, summed, delta, weight, 1e-5, out, rows, width)
@@ -102,12 +108,16 @@ def check_rows():
             equal(out[:-1], delta[chosen.long()], f"gather_rows {what}")
             untouched_end(out, "gather_rows")
 
-        gate_up, out = rand(rows, 2 * width, dtype=dtype, scale=20), poisoned(rows, width, dtype)
-        lib.silu_mul(code, gate_up, out, rows, width)
-        gate, up = gate_up.float().chunk(2, -1)
-        near(out[:rows], torch.nn.functional.silu(gate.double()) * up, 2 * tolerance, f"silu_mul {what}")
-        untouched_end(out, "silu_mul")
-    expect_error(1, "first is -1", lambda: lib.embed(0, rand(8), -1, 1, rand(8), rand(8), 1, 8))
+        gate_up = rand(rows, 2 * width, dtype=dtype, scale=20)
+        gate, up = gate_up.double().chunk(2, -1)
+        gelu = torch.nn.functional.gelu(gate, approximate="tanh")
+        for activation, wanted in enumerate([torch.nn.functional.silu(gate), gelu]):
+            out = poisoned(rows, width, dtype)
+            lib.activate(code, activation, gate_up, out, rows, width)
+            near(out[:rows], wanted * up, 2 * tolerance, f"activation {activation} {what}")
+            untouched_end(out, "activate")
+    expect_error(1, "first is -1", lambda: lib.embed(0, rand(8), -1, 1, 1.0, rand(8), rand(8), 1, 8))
+    expect_error(1, "activation is 2", lambda: lib.activate(0, 2, rand(16), rand(8), 1, 8))
     expect_error(1, "width is 12", lambda: lib.rms_norm(0, rand(8), rand(8), 1e-5, rand(8), 1, 12))
     expect_error(1, "dtype is 7", lambda: lib.rms_norm(7, rand(8), rand(8), 1e-5, rand(8), 1, 8))
     return f"worst {worst:.1e}"

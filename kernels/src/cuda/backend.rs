@@ -399,7 +399,6 @@ impl Backend for CudaBackend {
         step: &CudaStep,
         out: &mut CudaBuffer,
     ) {
-        assert_eq!(scale, 1.0, "models with a scale of embeddings are refused");
         let own = self.shard().tokens(vocabulary);
         assert_eq!(table.rows, own.len(), "embed: the table has a row for each token of the rank");
         assert_eq!(out.width, table.cols, "embed: widths differ");
@@ -417,7 +416,7 @@ impl Backend for CudaBackend {
                 launch!(
                     library,
                     stream,
-                    baton_embed(dtype, table, first, count, tokens, to, rows, width)
+                    baton_embed(dtype, table, first, count, scale, tokens, to, rows, width)
                 )
             }
         });
@@ -448,8 +447,28 @@ impl Backend for CudaBackend {
         });
     }
 
-    fn rms_norm_in_place(&mut self, _: usize, _: &mut CudaBuffer, _: &CudaVector, _: f32) {
-        unreachable!("models with norms after attention are refused");
+    fn rms_norm_in_place(
+        &mut self,
+        rows: usize,
+        x: &mut CudaBuffer,
+        weight: &CudaVector,
+        eps: f32,
+    ) {
+        assert_eq!(x.width, weight.len, "rms_norm_in_place: widths differ");
+        assert_eq!(x.width, x.stride, "rms_norm_in_place: the rows are contiguous");
+        x.forget();
+        let (data, norm) = (x.data.part(0, x.bytes(rows)), weight.data.address());
+        let (dtype, rows, width) = (dtype_code(x.dtype), rows as i32, x.width as i32);
+        self.run(|library, stream| {
+            // SAFETY: the two ranges have the sizes checked above.
+            unsafe {
+                launch!(
+                    library,
+                    stream,
+                    baton_rms_norm_in_place(dtype, data, norm, eps, rows, width)
+                )
+            }
+        });
     }
 
     fn add_rms_norm(
@@ -637,19 +656,21 @@ impl Backend for CudaBackend {
         out: &mut CudaBuffer,
     ) {
         let width = out.width;
-        assert_eq!(activation, GatedActivation::Silu, "models with other activations are refused");
         assert_eq!(gate_up.width, 2 * width, "activate: gate and up have the output's width");
         assert_eq!(gate_up.dtype, out.dtype, "activate: types differ");
-        if self.quantize_gated(rows, gate_up, out) {
-            return;
-        }
+        let code = match activation {
+            GatedActivation::Silu if self.quantize_gated(rows, gate_up, out) => return,
+            GatedActivation::Silu => ffi::SILU,
+            GatedActivation::GeluTanh => ffi::GELU_TANH,
+            GatedActivation::ClampedSwiGlu { .. } => unreachable!("only experts have it"),
+        };
         out.forget();
         let from = gate_up.data.part(0, gate_up.bytes(rows));
         let to = out.data.part(0, out.bytes(rows));
         let (dtype, rows, width) = (dtype_code(out.dtype), rows as i32, width as i32);
         self.run(|library, stream| {
             // SAFETY: the two ranges have the sizes checked above.
-            unsafe { launch!(library, stream, baton_silu_mul(dtype, from, to, rows, width)) }
+            unsafe { launch!(library, stream, baton_activate(dtype, code, from, to, rows, width)) }
         });
     }
 

@@ -13,7 +13,7 @@ use cudarc::driver::sys::CUdeviceptr;
 use crate::layout::{Dtype, GROUPS_MAX};
 
 /// `BATON_ABI_VERSION`.
-pub(super) const ABI_VERSION: i32 = 13;
+pub(super) const ABI_VERSION: i32 = 14;
 /// `BATON_INVALID`.
 pub(super) const INVALID: i32 = 1;
 /// `BATON_UNSUPPORTED`.
@@ -60,6 +60,8 @@ pub(super) const SAMPLE_LOGPROBS: i32 = 4;
 pub(super) const SAMPLE_PENALTIES: i32 = 8;
 pub(super) const SAMPLE_RULES: i32 = 16;
 
+pub(super) const SILU: i32 = 0;
+pub(super) const GELU_TANH: i32 = 1;
 pub(super) const SKINNY_PLAIN: i32 = 0;
 pub(super) const SKINNY_RESIDUAL: i32 = 1;
 pub(super) const SKINNY_SILU: i32 = 2;
@@ -554,13 +556,14 @@ functions! {
     baton_initialise: fn() -> i32;
     baton_programmatic_launch: fn(i32) -> ();
     baton_struct_sizes: fn(*mut u32, i32) -> i32;
-    baton_embed: fn(i32, Address, i32, i32, Address, Address, i32, i32, RawStream) -> i32;
+    baton_embed: fn(i32, Address, i32, i32, f32, Address, Address, i32, i32, RawStream) -> i32;
     baton_rms_norm: fn(i32, Address, Address, f32, Address, i32, i32, RawStream) -> i32;
+    baton_rms_norm_in_place: fn(i32, Address, Address, f32, i32, i32, RawStream) -> i32;
     baton_add_rms_norm:
         fn(i32, Address, Address, Address, f32, Address, i32, i32, RawStream) -> i32;
     baton_quantize: fn(*const QuantizeArgs, RawStream) -> i32;
     baton_add_bias: fn(i32, Address, Address, i32, i32, RawStream) -> i32;
-    baton_silu_mul: fn(i32, Address, Address, i32, i32, RawStream) -> i32;
+    baton_activate: fn(i32, i32, Address, Address, i32, i32, RawStream) -> i32;
     baton_gather_rows: fn(i32, Address, Address, Address, i32, i32, RawStream) -> i32;
     baton_rope_store_kv: fn(*const Kv, *const RopeArgs, RawStream) -> i32;
     baton_step_prepare:

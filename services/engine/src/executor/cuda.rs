@@ -668,11 +668,6 @@ pub fn check_sizes(
         let allowed = "a family with norms of single heads, node.tp = 1, or node.device = \"cpu\"";
         return Err(CudaError::Unsupported { what, value, allowed }.into());
     }
-    if config.embedding_scale() != 1.0 {
-        let (what, value) = ("the model's family", config.family.name().to_owned());
-        let allowed = "a family without scaled embeddings, or node.device = \"cpu\"";
-        return Err(CudaError::Unsupported { what, value, allowed }.into());
-    }
     if !config.rotary_dim.is_multiple_of(8) {
         let (what, value) = ("the model's rotary dimension", config.rotary_dim.to_string());
         let allowed = "multiples of 8";
@@ -754,18 +749,6 @@ mod tests {
             let error = refusal(&config(experts, chosen), (weights, compute));
             assert!(error.ends_with(expected), "{error}");
         }
-    }
-
-    #[test]
-    fn families_without_kernels_are_refused() {
-        let config = json!({
-            "architectures": ["Gemma3ForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
-            "num_hidden_layers": 2, "vocab_size": 200
-        });
-        let error = refusal(&config, (WeightFormat::Bf16, 90));
-        let expected = "family is gemma3_text; expected a family without scaled embeddings, or \
-                        node.device = \"cpu\"";
-        assert!(error.ends_with(expected), "{error}");
     }
 
     #[test]
