@@ -324,6 +324,16 @@ pub struct LowRankUpdate {
     pub first: usize,
 }
 
+/// Shape of a weight matrix whose low-rank updates a backend holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LowRankShape {
+    /// Input features.
+    pub inputs: usize,
+    /// Output features of each range with updates of its own, in order: those of Q, K and V, or of
+    /// gate and up.
+    pub ranges: Vec<usize>,
+}
+
 /// Operations of one device. They return no errors: after a device failure or a failure of the
 /// tensor-parallel group, results are undefined, and the executor checks the backend for a failure
 /// before it uses a result.
@@ -343,6 +353,8 @@ pub trait Backend: Send + 'static {
     type Step;
     /// Intermediate values of a mixture of experts, which all layers share.
     type ExpertBuffers: Send;
+    /// Low-rank updates of one weight matrix by the adapters in all slots.
+    type LowRank: Send + Sync;
 
     /// Packs a weight matrix.
     fn matrix(&self, source: &dyn RowSource) -> Self::Matrix;
@@ -362,6 +374,9 @@ pub trait Backend: Send + 'static {
 
     /// Creates the intermediate values of [`Self::experts`].
     fn expert_buffers(&self, rows_max: usize, shape: ExpertShape) -> Self::ExpertBuffers;
+
+    /// Creates the low-rank updates of a matrix. All slots are empty.
+    fn low_rank(&self, slots: usize, shape: &LowRankShape) -> Self::LowRank;
 
     /// Returns the shard of the model that this backend computes: the whole model without tensor
     /// parallelism.
@@ -424,25 +439,17 @@ pub trait Backend: Send + 'static {
     /// Computes `x[row] += bias`.
     fn add_bias(&mut self, rows: usize, bias: &Self::Vector, x: &mut Self::Buffer);
     /// Returns whether a row of the step has an adapter.
-    fn has_adapters(&self, _step: &Self::Step) -> bool {
-        false
-    }
+    fn has_adapters(&self, step: &Self::Step) -> bool;
     /// Computes `out[row] += (x[row] · aᵀ) · bᵀ` for each row and each update of the row's adapter.
-    /// `slots` has the updates of one matrix by slot. `rows` is the number of all rows or of the
-    /// sampled rows of the step.
-    ///
-    /// The number of slots is fixed when a model is loaded, so that a device can stack the updates
-    /// of all slots in one allocation and read the slot of each row from its memory.
+    /// `rows` is the number of all rows or of the sampled rows of the step.
     fn add_low_rank(
         &mut self,
-        _rows: usize,
-        _x: &Self::Buffer,
-        _slots: &[Vec<LowRankUpdate>],
-        _step: &Self::Step,
-        _out: &mut Self::Buffer,
-    ) {
-        unreachable!("a backend whose steps have adapters implements add_low_rank");
-    }
+        rows: usize,
+        x: &Self::Buffer,
+        updates: &Self::LowRank,
+        step: &Self::Step,
+        out: &mut Self::Buffer,
+    );
     /// Performs the operations between the QKV GEMM and attention: adds the bias, applies the QK
     /// norm, and applies RoPE in NeoX style (element i is rotated with element i + the number of
     /// frequencies) to queries and keys. Then stores the keys and values of every row in the row's
@@ -498,20 +505,24 @@ pub trait Backend: Send + 'static {
     /// Copies the rows of `x` whose logits are sampled to `out`, contiguously.
     fn gather_sampled(&mut self, x: &Self::Buffer, step: &Self::Step, out: &mut Self::Buffer);
 
-    // GEMMs with epilogues. A device with fused kernels does not write the intermediate buffer, so
-    // its contents are undefined afterwards.
+    // GEMMs with epilogues, which add the updates of the rows' adapters to the GEMM, if any. A
+    // device with fused kernels does not write the intermediate buffer, so its contents are
+    // undefined afterwards.
 
     /// Computes `qkv = x · wᵀ` for all rows of the step, then performs [`Self::store_kv`].
     fn project_heads(
         &mut self,
         layer: usize,
         shape: HeadShape,
-        (x, w): (&Self::Buffer, &Self::Matrix),
+        (x, w, updates): (&Self::Buffer, &Self::Matrix, Option<&Self::LowRank>),
         weights: HeadWeights<'_, Self::Vector>,
         qkv: &mut Self::Buffer,
         step: &mut Self::Step,
     ) {
         self.matmul(self.rows(step), x, w, qkv);
+        if let Some(updates) = updates {
+            self.add_low_rank(self.rows(step), x, updates, step, qkv);
+        }
         self.store_kv(layer, shape, weights, qkv, step);
     }
 
@@ -526,12 +537,15 @@ pub trait Backend: Send + 'static {
         &mut self,
         rows: usize,
         (x, w, bias): (&Self::Buffer, &Self::Matrix, Option<&Self::Vector>),
-        delta: &mut Self::Buffer,
-        residual: &mut Self::Buffer,
+        adapters: Option<(&Self::LowRank, &Self::Step)>,
+        (delta, residual): (&mut Self::Buffer, &mut Self::Buffer),
         (norm, eps): (&Self::Vector, f32),
         out: &mut Self::Buffer,
     ) {
         self.matmul(rows, x, w, delta);
+        if let Some((updates, step)) = adapters {
+            self.add_low_rank(rows, x, updates, step, delta);
+        }
         self.all_reduce(rows, delta);
         if let Some(bias) = bias {
             self.add_bias(rows, bias, delta);
@@ -546,10 +560,14 @@ pub trait Backend: Send + 'static {
         activation: GatedActivation,
         rows: usize,
         (x, w): (&Self::Buffer, &Self::Matrix),
+        adapters: Option<(&Self::LowRank, &Self::Step)>,
         gate_up: &mut Self::Buffer,
         out: &mut Self::Buffer,
     ) {
         self.matmul(rows, x, w, gate_up);
+        if let Some((updates, step)) = adapters {
+            self.add_low_rank(rows, x, updates, step, gate_up);
+        }
         self.activate(activation, rows, gate_up, out);
     }
     /// Computes [`Self::experts`] of `normed`, adds the result to the residual stream, and replaces

@@ -52,7 +52,7 @@ use self::{aligned::Slab, isa::Level, threads::ThreadPool};
 use crate::{
     backend::{
         Backend, ExpertLoad, ExpertShape, ExpertWeights, GatedActivation, HeadShape, HeadWeights,
-        LayerAttention, LowRankUpdate, NormSpan, RowSource,
+        LayerAttention, LowRankShape, LowRankUpdate, NormSpan, RowSource,
     },
     layout::{KvLayout, WeightFormat},
     sampling::SampledToken,
@@ -83,6 +83,9 @@ pub enum CpuError {
     #[error("cannot start a thread: {0}")]
     Spawn(#[from] io::Error),
 }
+
+/// Updates of one weight matrix by the adapters in all slots: `[slot][update]`.
+pub type CpuLowRank = Vec<Vec<LowRankUpdate>>;
 
 /// CPU backend: runs forward passes on the calling thread and a pool of worker threads.
 pub struct CpuBackend {
@@ -241,6 +244,7 @@ impl Backend for CpuBackend {
     type Buffer = CpuBuffer;
     type Step = CpuStep;
     type ExpertBuffers = ExpertScratch;
+    type LowRank = CpuLowRank;
 
     fn matrix(&self, source: &dyn RowSource) -> CpuMatrix {
         self.pack(self.weights, source)
@@ -343,6 +347,10 @@ impl Backend for CpuBackend {
         bias::add_bias(level, self.pool(), bias.values(), x);
     }
 
+    fn low_rank(&self, slots: usize, _shape: &LowRankShape) -> CpuLowRank {
+        vec![Vec::new(); slots]
+    }
+
     fn has_adapters(&self, step: &CpuStep) -> bool {
         step.adapters.iter().any(Option::is_some)
     }
@@ -351,7 +359,7 @@ impl Backend for CpuBackend {
         &mut self,
         rows: usize,
         x: &CpuBuffer,
-        slots: &[Vec<LowRankUpdate>],
+        slots: &CpuLowRank,
         step: &CpuStep,
         out: &mut CpuBuffer,
     ) {

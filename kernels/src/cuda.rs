@@ -76,6 +76,7 @@ mod ipc;
 mod kv;
 mod library;
 mod links;
+mod low_rank;
 mod memory;
 mod moves;
 mod nccl;
@@ -117,6 +118,7 @@ pub use ipc::{IpcMemory, PeerToDevice};
 pub use kv::DeviceKv;
 pub use library::{KernelLibrary, TimeRange};
 pub use links::{CopySubmission, LinkRate, pull_rate};
+pub use low_rank::{AdapterSizes, CudaLowRank, LowRankWriter};
 pub use memory::{ALIGNMENT, CopyInFlight, DeviceMemory, PinnedMemory, Range};
 pub use nccl::{
     Communicator, CommunicatorOptions, NCCL_ENVIRONMENT, Nccl, NcclError, NcclVersion, Piece,

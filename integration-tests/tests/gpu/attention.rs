@@ -152,6 +152,7 @@ fn step(
             position: part.position,
             blocks: &tables[slot],
             sampling: &sampling,
+            adapter: None,
         })
         .collect();
     let sequences: Vec<_> = parts
@@ -172,6 +173,7 @@ fn step(
         rows_min: 0,
         drafts: (verified > 0).then_some(Drafts { rows: verified, ngram_min: 1, ngram_max: 1 }),
         known_drafts: &[],
+        has_adapters: false,
     };
     batch.begin(backend, &input).unwrap()
 }
@@ -466,6 +468,7 @@ pub(crate) fn oversized_step_is_rejected_before_any_launch() {
             rows_min: 0,
             drafts: None,
             known_drafts: &[],
+            has_adapters: false,
         };
         let error = batch.begin(&cuda, &input).unwrap_err().to_string();
         assert!(error.contains(word), "{error}");

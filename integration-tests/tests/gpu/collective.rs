@@ -301,7 +301,8 @@ fn check_all_reduce_to_residual(rank: Rank) {
         cpu.put(&mut residual, &before);
         let norm = cpu.vector(&weights);
         let norm = (&norm, EPS);
-        cpu.project_onto_residual(rows, (&x, &w, None), &mut delta, &mut residual, norm, &mut out);
+        let stream = (&mut delta, &mut residual);
+        cpu.project_onto_residual(rows, (&x, &w, None), None, stream, norm, &mut out);
         // Every rank has all rows of the norm and multiplies them by another matrix.
         let reader = || Random { rows: 48, cols: width, seed: 25 };
         let (next, mut read) = (cpu.matrix(&reader()), cpu.buffer(rows, 48));
@@ -340,7 +341,8 @@ fn check_all_reduce_to_residual(rank: Rank) {
         cuda.put(&mut residual, &before);
         Bench::poison(&cuda, &mut out);
         let norm = (&norm, EPS);
-        cuda.project_onto_residual(rows, (&x, &w, None), &mut delta, &mut residual, norm, &mut out);
+        let stream = (&mut delta, &mut residual);
+        cuda.project_onto_residual(rows, (&x, &w, None), None, stream, norm, &mut out);
         cuda.matmul(rows, &out, &next, &mut read);
         let found = [&residual, &out, &read].map(|buffer| cuda.get(buffer, rows));
         for (index, (found, wanted)) in found.iter().zip(&wanted).enumerate() {

@@ -163,10 +163,12 @@ fn match_cpu(width: usize, ffn: usize) {
         let [x, both, activated, delta, residual, normed] = buffers;
         backend.put(x, input);
         backend.put(residual, before);
-        backend.project_gated(GatedActivation::Silu, rows, (x, gate_up), both, activated);
+        let product = (&*x, gate_up);
+        backend.project_gated(GatedActivation::Silu, rows, product, None, both, activated);
         let activations = backend.get(activated, rows);
         let product = (&*activated, down, None);
-        backend.project_onto_residual(rows, product, delta, residual, (norm, 1e-5), normed);
+        let stream = (&mut *delta, &mut *residual);
+        backend.project_onto_residual(rows, product, None, stream, (norm, 1e-5), normed);
         [activations, backend.get(residual, rows)]
     }
     let options = CudaOptions::new(WeightFormat::Fp8);

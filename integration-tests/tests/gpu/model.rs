@@ -156,6 +156,7 @@ pub(crate) fn by_gpu(
             position: 0,
             blocks: &tables[i],
             sampling: &sampling,
+            adapter: None,
         })
         .collect();
     let mut position = [0; 3];
@@ -185,6 +186,7 @@ pub(crate) fn by_gpu(
             rows_min: if step_id == 0 { 0 } else { 4 },
             drafts: None,
             known_drafts: &[],
+            has_adapters: false,
         };
         let mut step = batch.begin(&cuda, &input).unwrap();
         match &mut graph {
@@ -193,7 +195,7 @@ pub(crate) fn by_gpu(
         }
         batch.sample(&cuda, llama.logits(), &step).unwrap();
         if step_id == 1 && options.graphs {
-            let mut step = batch.filling(4, 0);
+            let mut step = batch.filling(4, 0, false);
             graph = Some(cuda.capture(|cuda| _ = llama.forward(cuda, &mut step)).unwrap());
         }
         if depth == 1 {

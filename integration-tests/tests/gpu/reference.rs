@@ -86,7 +86,15 @@ fn logits(
     let (tables, sampling) = ([0, 1, 2].map(table), Sampling::greedy());
     let admissions = references.iter().zip(&tables).zip(0..).map(|((reference, blocks), slot)| {
         let (tokens, prompt_len) = (&reference.tokens[..], reference.prompt_len as u32);
-        Admission { slot, tokens, prompt_len, position: 0, blocks, sampling: &sampling }
+        Admission {
+            slot,
+            tokens,
+            prompt_len,
+            position: 0,
+            blocks,
+            sampling: &sampling,
+            adapter: None,
+        }
     });
     let admissions: Vec<_> = admissions.collect();
     let mut all = vec![Vec::new(); PROMPTS];
@@ -109,6 +117,7 @@ fn logits(
             rows_min: if step_id == 0 { 0 } else { 4 },
             drafts: None,
             known_drafts: &[],
+            has_adapters: false,
         };
         let mut step = batch.begin(&cuda, &input).unwrap();
         llama.forward(&mut cuda, &mut step);

@@ -105,6 +105,7 @@ impl Sampler {
                 position: row.position as u32,
                 blocks: &blocks,
                 sampling: &row.sampling,
+                adapter: None,
             })
             .collect();
         let sequence = |(slot, row): (u32, &Row)| {
@@ -120,6 +121,7 @@ impl Sampler {
             rows_min: 0,
             drafts: None,
             known_drafts: &[],
+            has_adapters: false,
         };
         let clock = DeviceClock::start(self.cuda.context(), self.cuda.compute()).unwrap();
         let step = self.batch.begin(&self.cuda, &input).unwrap();

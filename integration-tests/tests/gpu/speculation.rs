@@ -100,6 +100,7 @@ impl Device {
                 position: row.tokens.len() as u32 - 1,
                 blocks: &blocks,
                 sampling: &sampling,
+                adapter: None,
             })
             .collect();
         let sequence = |(slot, row): (u32, &Row)| StepRows {
@@ -119,6 +120,7 @@ impl Device {
             rows_min: (rows.len() as u32).next_multiple_of(4),
             drafts: Some(drafts),
             known_drafts: &[],
+            has_adapters: false,
         };
         let step = self.batch.begin(&self.cuda, &input).unwrap();
         assert_eq!(step.samples(), (input.rows_min * tokens) as usize);

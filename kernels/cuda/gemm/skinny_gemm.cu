@@ -20,6 +20,7 @@
 #include <utility>
 
 #include "device.cuh"
+#include "low_rank.h"
 #include "wide_gemm.h"
 
 namespace baton {
@@ -32,9 +33,16 @@ constexpr int kSlice = 128;  // k of a stage of 8 weight rows
 // Formats of the weight. FP8 is e4m3 with a scale per weight row, and is widened to bf16 in registers.
 struct Bf16Weight {
   static constexpr int kBytes = 2;
+  static constexpr bool kHasUpdate = false;
+};
+// bf16, and the low-rank updates of the rows of x are added.
+struct UpdatedBf16Weight {
+  static constexpr int kBytes = 2;
+  static constexpr bool kHasUpdate = true;
 };
 struct Fp8Weight {
   static constexpr int kBytes = 1;
+  static constexpr bool kHasUpdate = false;
 };
 template <class W>
 constexpr int kStageBytes = 8 * kSlice * W::kBytes;
@@ -53,13 +61,6 @@ struct Shape {
 };
 
 __device__ __forceinline__ uint32_t smem_addr(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                    uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 
 // Widens two FP8 numbers, in the high byte of each half of `word`, to bf16. The exponent bias of bf16 is greater by
 // 120. The multiplication by 2^120 is exact, for subnormal numbers too.
@@ -165,9 +166,14 @@ __device__ __forceinline__ void finish_tile(const baton_skinny_gemm_args& p, int
   __syncthreads();
 }
 
+struct NoUpdate {
+  __device__ __forceinline__ NoUpdate(const baton_low_rank&, int, int, int, int, int) {}
+};
+
 template <class W, int NT, int MT, int EPI, bool DEEP>
 __global__ void __launch_bounds__(kWarps * 32, DEEP ? 1 : 2)
-    skinny_gemm_kernel(const __grid_constant__ baton_skinny_gemm_args p, int tiles) {
+    skinny_gemm_kernel(const __grid_constant__ GemmArgs<W::kHasUpdate> args, int tiles) {
+  const baton_skinny_gemm_args& p = args.get();
   using S = Shape<W, NT, MT, DEEP>;
   constexpr int R = NT * 8;
   constexpr int kStage = kStageBytes<W>;
@@ -219,6 +225,10 @@ __global__ void __launch_bounds__(kWarps * 32, DEEP ? 1 : 2)
   };
 #pragma unroll
   for (int i = 0; i < S::kStages; ++i) load(i);
+  std::conditional_t<W::kHasUpdate, UpdateOfRows<NT, 1>, NoUpdate> updates(p.low_rank, p.rows, p.n, 0, warp, kWarps);
+  if constexpr (W::kHasUpdate) {
+    if (blockIdx.x < tiles) updates.prepare(tile_rows<R, EPI>(p, blockIdx.x));
+  }
   pdl_wait_and_release();
 
   // The row's scale, from the squares that the producer of x stored. finish_tile reads it after its first barrier.
@@ -253,6 +263,10 @@ __global__ void __launch_bounds__(kWarps * 32, DEEP ? 1 : 2)
   int stage = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     float acc[NT][4] = {};
+    if constexpr (W::kHasUpdate) {
+      if (tile != blockIdx.x) updates.prepare(tile_rows<R, EPI>(p, tile));
+      updates.add(acc);
+    }
     for (int s = warp; s < slices; s += kWarps) {
       uint4 x[kParts][MT];
       if (!kAhead) fetch_x(s);
@@ -336,10 +350,14 @@ int32_t with_kernel(int tile, int epilogue, int rows, bool deep, Body&& body) {
     default: return with_kernel<W, 8>(epilogue, rows, deep, body);
   }
 }
+enum class Format { BF16, BF16_UPDATED, FP8 };
 template <class Body>
-int32_t with_kernel(bool is_fp8, int tile, int epilogue, int rows, bool deep, Body&& body) {
-  return is_fp8 ? with_kernel<Fp8Weight>(tile, epilogue, rows, deep, body)
-                : with_kernel<Bf16Weight>(tile, epilogue, rows, deep, body);
+int32_t with_kernel(Format format, int tile, int epilogue, int rows, bool deep, Body&& body) {
+  switch (format) {
+    case Format::BF16: return with_kernel<Bf16Weight>(tile, epilogue, rows, deep, body);
+    case Format::BF16_UPDATED: return with_kernel<UpdatedBf16Weight>(tile, epilogue, rows, deep, body);
+    default: return with_kernel<Fp8Weight>(tile, epilogue, rows, deep, body);
+  }
 }
 constexpr int kTiles[] = {64, 32, 16};
 
@@ -393,6 +411,7 @@ int32_t check_shape(const baton_skinny_gemm_args& p) {
                 "weight_block is %d; expected 0, or 128 with scales", p.weight_block);
   BATON_REQUIRE(p.parts >= 0 && p.parts <= 2 && (p.parts == 0 || (p.weight_scales && p.weight_block == 0)),
                 "parts is %d; expected 0, or 1 or 2 with scales of the weight's rows", p.parts);
+  if (p.low_rank.shrunk && p.weight_scales) return fail(BATON_UNSUPPORTED, "no update of a weight in FP8");
   BATON_REQUIRE(p.epilogue != BATON_SKINNY_SILU || p.n % 2 == 0, "n is %d; of gate and up it is even", p.n);
   BATON_REQUIRE(p.grid >= 0, "grid is %d; expected 0 or more", p.grid);
   BATON_REQUIRE(p.tile == 0 || p.tile == 16 || p.tile == 32 || p.tile == 64 || p.tile == 112 || p.tile == 128 ||
@@ -444,8 +463,8 @@ int32_t load_skinny_gemm() {
     for (int epilogue = BATON_SKINNY_PLAIN; epilogue <= BATON_SKINNY_QKV; ++epilogue) {
       for (int rows : {8, 16}) {
         for (bool deep : {false, true}) {
-          for (bool is_fp8 : {false, true}) {
-            BATON_TRY(with_kernel(is_fp8, tile, epilogue, rows, deep,
+          for (Format format : {Format::BF16, Format::BF16_UPDATED, Format::FP8}) {
+            BATON_TRY(with_kernel(format, tile, epilogue, rows, deep,
                                   [](auto* kernel, int bytes) { return load(kernel, bytes); }));
           }
         }
@@ -537,7 +556,8 @@ BATON_API int32_t baton_skinny_gemm(const baton_skinny_gemm_args* args, void* st
     const int tile = choose_tile(p, grid);
     const int tiles = divide_up(p.n, tile);
     grid = tiles < grid ? tiles : grid;
-    return with_kernel(p.weight_scales != nullptr, tile, p.epilogue, p.rows, deep, [&](auto* kernel, int bytes) {
+    const Format format = p.weight_scales ? Format::FP8 : p.low_rank.shrunk ? Format::BF16_UPDATED : Format::BF16;
+    return with_kernel(format, tile, p.epilogue, p.rows, deep, [&](auto* kernel, int bytes) {
       if (bytes > device->shared_bytes) {
         return fail(BATON_UNSUPPORTED, "a skinny GEMM needs %d bytes of shared memory; a CTA has at most %d", bytes,
                     device->shared_bytes);

@@ -14,8 +14,9 @@ using SplitResidual = Shape<64, 2, 2, 2>;
 
 int groups_of(int rows) { return divide_up(rows, 64); }
 
+// With a low-rank update there are kernels of one warpgroup only.
 template <class Body>
-int32_t with_kernel(int tile, int rows, int epilogue, Body&& body) {
+int32_t with_kernel(int tile, int rows, int epilogue, bool has_update, Body&& body) {
   const int groups = groups_of(rows);
 #define CASE(bn, count, kc)                                                                 \
   if (tile == bn && groups == count) {                                                      \
@@ -30,6 +31,18 @@ int32_t with_kernel(int tile, int rows, int epilogue, Body&& body) {
   if (tile == bn && groups == count && epilogue == BATON_SKINNY_SILU) { \
     return body(Kernel<Shape<bn, count, kc>, BATON_SKINNY_SILU>());     \
   }
+#define UPDATE_CASE(bn, count, kc)                                                                \
+  if (tile == bn && groups == count) {                                                            \
+    using S = Shape<bn, count, kc>;                                                               \
+    if (epilogue == BATON_SKINNY_PLAIN) return body(Kernel<S, BATON_SKINNY_PLAIN, true>());       \
+    if (epilogue == BATON_SKINNY_RESIDUAL) return body(Kernel<S, BATON_SKINNY_RESIDUAL, true>()); \
+    if (epilogue == BATON_SKINNY_SILU) return body(Kernel<S, BATON_SKINNY_SILU, true>());         \
+    if (epilogue == BATON_SKINNY_QKV) return body(Kernel<S, BATON_SKINNY_QKV, true>());           \
+  }
+  if (has_update) {
+    SHAPES(UPDATE_CASE)
+    return fail(BATON_UNSUPPORTED, "no wide GEMM with an update for tile %d, %d rows and epilogue %d", tile, rows, epilogue);
+  }
   SHAPES(CASE)
   SILU_SHAPES(SILU_CASE)
   if (groups == 2 && epilogue == BATON_SKINNY_QKV && tile == WideHeads::kOwn) {
@@ -38,6 +51,7 @@ int32_t with_kernel(int tile, int rows, int epilogue, Body&& body) {
   if (groups == 2 && epilogue == BATON_SKINNY_RESIDUAL && tile == SplitResidual::kOwn) {
     return body(Kernel<SplitResidual, BATON_SKINNY_RESIDUAL>());
   }
+#undef UPDATE_CASE
 #undef SILU_CASE
 #undef CASE
   return fail(BATON_UNSUPPORTED,
@@ -54,13 +68,15 @@ int32_t load_wide_gemm() {
   auto load_it = [](auto kernel) { return decltype(kernel)::load(); };
 #define LOAD(bn, count, kc)                                                           \
   for (int epilogue = BATON_SKINNY_PLAIN; epilogue <= BATON_SKINNY_QKV; ++epilogue) { \
-    BATON_TRY(with_kernel(bn, 64 * count, epilogue, load_it));                        \
+    BATON_TRY(with_kernel(bn, 64 * count, epilogue, false, load_it));                 \
+    if (epilogue == BATON_SKINNY_F32) continue;                                       \
+    BATON_TRY(with_kernel(bn, 64 * count, epilogue, true, load_it));                  \
   }
-#define LOAD_SILU(bn, count, kc) BATON_TRY(with_kernel(bn, 64 * count, BATON_SKINNY_SILU, load_it));
+#define LOAD_SILU(bn, count, kc) BATON_TRY(with_kernel(bn, 64 * count, BATON_SKINNY_SILU, false, load_it));
   SHAPES(LOAD)
   SILU_SHAPES(LOAD_SILU)
-  BATON_TRY(with_kernel(WideHeads::kOwn, 128, BATON_SKINNY_QKV, load_it));
-  BATON_TRY(with_kernel(SplitResidual::kOwn, 128, BATON_SKINNY_RESIDUAL, load_it));
+  BATON_TRY(with_kernel(WideHeads::kOwn, 128, BATON_SKINNY_QKV, false, load_it));
+  BATON_TRY(with_kernel(SplitResidual::kOwn, 128, BATON_SKINNY_RESIDUAL, false, load_it));
 #undef LOAD_SILU
 #undef LOAD
   return find_encode(encode);
@@ -69,6 +85,7 @@ int32_t load_wide_gemm() {
 int wide_gemm_tile(const baton_skinny_gemm_args& p, const Device& device) {
   if (encode == nullptr || p.depth % WideHeads::kChunk != 0 || p.n % 16 != 0) return 0;
   const int rows = p.rows, groups = groups_of(rows), grid = ctas_max(p, device);
+  if (p.low_rank.shrunk && (groups > 1 || p.epilogue == BATON_SKINNY_F32)) return 0;
   auto is_served = [&](int tile) {
     if (p.epilogue == BATON_SKINNY_QKV && p.head_dim % tile != 0) return false;
     if (groups == 1) return tile <= 128 && (tile >= 32 || rows <= 32);
@@ -99,7 +116,7 @@ int wide_gemm_tile(const baton_skinny_gemm_args& p, const Device& device) {
 
 int32_t wide_gemm(const baton_skinny_gemm_args& p, int tile, const Device& device, cudaStream_t stream) {
   const int blocks = ctas_max(p, device);
-  return with_kernel(tile, p.rows, p.epilogue, [&](auto kernel) { return decltype(kernel)::run(p, blocks, stream); });
+  return with_kernel(tile, p.rows, p.epilogue, p.low_rank.shrunk != nullptr, [&](auto kernel) { return decltype(kernel)::run(p, blocks, stream); });
 }
 
 }  // namespace baton

@@ -2,11 +2,25 @@
 // bf16) and wide_fp8_gemm.cu (weight and x in FP8).
 #pragma once
 
+#include <cstddef>
+#include <cstring>
+
 #include "device.cuh"
 
 namespace baton {
 
 constexpr int WIDE_ROWS_MAX = 128;
+
+// Arguments of a kernel. A kernel without low-rank updates does not get them.
+template <bool HAS_UPDATE>
+struct GemmArgs {
+  alignas(8) char bytes[HAS_UPDATE ? sizeof(baton_skinny_gemm_args) : offsetof(baton_skinny_gemm_args, low_rank)];
+
+  explicit GemmArgs(const baton_skinny_gemm_args& from) { memcpy(bytes, &from, sizeof(bytes)); }
+  __device__ __forceinline__ const baton_skinny_gemm_args& get() const {
+    return reinterpret_cast<const baton_skinny_gemm_args&>(bytes);
+  }
+};
 
 int32_t load_wide_gemm();
 // Returns the weight rows per tile, or 0 where cuBLAS is faster or there is no kernel. `args` have been checked.

@@ -21,6 +21,7 @@
 
 #include "epilogue.h"
 #include "hopper.h"
+#include "low_rank.h"
 
 namespace baton {
 namespace {
@@ -56,11 +57,14 @@ struct Shape {
   static __host__ __device__ int box_rows(int rows) { return (rows + 7) / 8 * (kIsSplit ? 16 : 8); }
   static __host__ __device__ int x_bytes(int rows) { return KC * box_rows(rows) * kChunkBytes; }
   static __host__ __device__ int stage_bytes(int rows) { return x_bytes(rows) + kWBytes; }
-  static __host__ __device__ int stages(int rows) {
-    const int fit = kRing / stage_bytes(rows);
+  // With an update, the ring leaves shared memory for a CTA of baton_shrink.
+  static __host__ __device__ int stages(int rows, bool has_update) {
+    const int fit = (kRing - (has_update ? 6144 : 0)) / stage_bytes(rows);
     return fit < kStagesMost ? fit : kStagesMost;
   }
-  static __host__ __device__ int shared_bytes(int rows) { return stages(rows) * stage_bytes(rows) + kPeerBytes + 1024; }
+  static __host__ __device__ int shared_bytes(int rows, bool has_update) {
+    return stages(rows, has_update) * stage_bytes(rows) + kPeerBytes + 1024;
+  }
   static_assert(SPLIT <= 2, "a CTA has one peer");
   static_assert(kWBytes % 1024 == 0 && BN % 16 == 0, "swizzling needs whole groups of eight rows");
   static_assert(kWBytes >= 56 * kChunkBytes, "wgmma reads up to 56 rows behind the last box of x");
@@ -96,14 +100,16 @@ __device__ __forceinline__ auto& sums_of(float (&acc)[S::BN / 2], float (&total)
   }
 }
 
-template <class S, int EPI>
+// HAS_UPDATE: adds the low-rank updates of the rows of x, in bf16 only.
+template <class S, int EPI, bool HAS_UPDATE>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    wide_gemm_kernel(const __grid_constant__ baton_skinny_gemm_args p, const __grid_constant__ CUtensorMap weight_map,
+    wide_gemm_kernel(const __grid_constant__ GemmArgs<HAS_UPDATE> args, const __grid_constant__ CUtensorMap weight_map,
                      const __grid_constant__ CUtensorMap x_map, int tiles) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  const baton_skinny_gemm_args& p = args.get();
   constexpr int BN = S::BN, KC = S::KC;
   const int x_rows = S::box_rows(p.rows), x_bytes = S::x_bytes(p.rows), stage_bytes = S::stage_bytes(p.rows);
-  const int stages = S::stages(p.rows);
+  const int stages = S::stages(p.rows, HAS_UPDATE);
   extern __shared__ char raw[];
   __shared__ __align__(8) uint64_t barriers[2 * kStagesMost];
   __shared__ float scales[S::kGroups * 64];
@@ -156,7 +162,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       if (++stage == stages) stage = 0, parity ^= 1;
     }
   } else if (warp < S::kGroups * 4) {
-    pdl_wait_and_release();
+    if constexpr (!HAS_UPDATE) pdl_wait_and_release();
     constexpr int ROWS = S::kRows;
     const int m0 = warp * S::kWarpRows + (lane >> 2), group = warp / 4;
     float own_scales[ROWS];
@@ -194,9 +200,29 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         }
       }
       Extras<S::kOwn, EPI, ROWS> extras;
-      extras.fetch(p, at, m0);
+      if constexpr (!HAS_UPDATE) extras.fetch(p, at, m0);
       float acc[BN / 2];
       float total[S::kIsSplit ? BN / 4 : 1] = {};
+      // The low-rank update of the rows, computed while the first weights arrive. If accumulators started with it, the
+      // compiler would serialize wgmma. It is rounded to bf16 to save registers.
+      __nv_bfloat162 update[HAS_UPDATE ? BN / 8 : 1][2];
+      if constexpr (HAS_UPDATE) {
+        float sums[BN / 8][4] = {};
+        if (warp * S::kWarpRows < p.rows) {
+          constexpr int TOGETHER = BN <= 64 ? 4 : BN <= 112 ? 2 : 1;
+          UpdateOfRows<BN / 8, TOGETHER> rows(p.low_rank, p.rows, p.n, warp * S::kWarpRows, 0, 1);
+          rows.prepare(tile_rows<BN, EPI>(p, tile));
+          if (round == 0) pdl_wait_and_release();
+          rows.add(sums);
+        }
+        if (round == 0) pdl_wait_and_release();
+#pragma unroll
+        for (int i = 0; i < BN / 8; ++i) {
+          update[i][0] = __floats2bfloat162_rn(sums[i][0], sums[i][1]);
+          update[i][1] = __floats2bfloat162_rn(sums[i][2], sums[i][3]);
+        }
+        extras.fetch(p, at, m0);
+      }
       for (int step = 0; step < steps; ++step) {
         barrier_wait(full + stage * 8, parity);
         const uint32_t x_at = ring + stage * stage_bytes + x_first;
@@ -240,6 +266,14 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         for (int i = 0; i < BN / 2; ++i) asm volatile("" : "+f"(acc[i])::"memory");
         release(before);
         before = -1;
+      }
+      if constexpr (HAS_UPDATE) {
+#pragma unroll
+        for (int i = 0; i < BN / 4; ++i) {
+          const float2 more = __bfloat1622float2(update[i / 2][i % 2]);
+          acc[2 * i] += more.x;
+          acc[2 * i + 1] += more.y;
+        }
       }
       if (round == 0) {
         asm volatile("bar.sync 1, %0;" ::"n"(S::kThreads - 32) : "memory");
@@ -333,16 +367,16 @@ int32_t make_maps(const baton_skinny_gemm_args& p, CUtensorMap& weight, CUtensor
                      {CHUNK, static_cast<cuuint32_t>(S::box_rows(p.rows)), S::KC});
 }
 
-template <class S, int EPI>
+template <class S, int EPI, bool HAS_UPDATE = false>
 struct Kernel {
-  static int32_t load() { return baton::load(wide_gemm_kernel<S, EPI>, S::kRing + S::kPeerBytes + 1024); }
+  static int32_t load() { return baton::load(wide_gemm_kernel<S, EPI, HAS_UPDATE>, S::kRing + S::kPeerBytes + 1024); }
   static int32_t run(const baton_skinny_gemm_args& p, int blocks, cudaStream_t stream) {
     CUtensorMap weight, x;
     BATON_TRY(make_maps<S>(p, weight, x));
     const int tiles = divide_up(p.n, S::BN), ctas = tiles * S::kSplit;
-    return launch_clusters(p.pdl != 0, S::kSplit, "wide GEMM", wide_gemm_kernel<S, EPI>,
-                           dim3(ctas < blocks ? ctas : blocks), dim3(S::kThreads), S::shared_bytes(p.rows), stream, p,
-                           weight, x, tiles);
+    return launch_clusters(p.pdl != 0, S::kSplit, "wide GEMM", wide_gemm_kernel<S, EPI, HAS_UPDATE>,
+                           dim3(ctas < blocks ? ctas : blocks), dim3(S::kThreads), S::shared_bytes(p.rows, HAS_UPDATE), stream,
+                           GemmArgs<HAS_UPDATE>(p), weight, x, tiles);
   }
 };
 

@@ -40,6 +40,8 @@
 #define BATON_SEQUENCES_MAX 4096
 /* Maximum KV groups: sets of layers with the same window, each with block table entries of its own. */
 #define BATON_KV_GROUPS_MAX 16
+/* Maximum LoRA adapters. */
+#define BATON_ADAPTER_SLOTS_MAX 64
 
 typedef enum {
   BATON_OK = 0,
@@ -69,12 +71,12 @@ BATON_API int32_t baton_initialise(void);
 /* 1: launches this library's kernels with programmatic dependent launch (PDL, compute capability 9.0 on), so that
  * consecutive kernels of a stream overlap at their edges; 0 (default): without. Captured graphs keep the setting of
  * their capture. Functions with a `pdl` argument use that argument instead.
- * In both cases the kernels of all but three functions of this library release their successor only after their own
+ * In both cases the kernels of all but four functions of this library release their successor only after their own
  * predecessor has completed and its writes are visible. Data that a kernel reads before its wait must therefore be
- * written at least two kernels before. The other three functions release their successor at once. The successor of
- * baton_quantize, and of baton_combine_experts with a residual, may read only weights before its wait, as GEMMs do. The
- * successor of baton_rope_store_kv may read only data that is older than the kernel before baton_rope_store_kv, as
- * attention does.
+ * written at least two kernels before. The other four functions release their successor at once. The successor of
+ * baton_quantize and of baton_shrink, and of baton_combine_experts with a residual, may read only weights before its
+ * wait, as GEMMs do. The successor of baton_rope_store_kv may read only data that is older than the kernel before
+ * baton_rope_store_kv, as attention does.
  * Other kernels (cuBLAS, FlashInfer) are launched without PDL and start after all their predecessors. */
 BATON_API void baton_programmatic_launch(int32_t enabled);
 /* Writes sizeof of the structs below, in the order of their definition, and returns their number. `sizes_host` may be null. */
@@ -193,6 +195,38 @@ typedef struct {
 } baton_rope_args;
 BATON_API int32_t baton_rope_store_kv(const baton_kv *kv, const baton_rope_args *args, void *stream);
 
+/* ---- Low-rank updates (LoRA) --------------------------------------------------------------------------- */
+
+/* Updates of one weight matrix [n][depth] by the adapters in all slots: y[row] += (x[row] A^T) B^T. The outputs are one to
+ * three ranges with updates of their own (Q, K and V, or gate and up). ranks[slot] is the rank of the slot's adapter,
+ * padded with zeros to a multiple of 16; 0: the slot is empty. A row without adapter, or with an empty slot, has no
+ * update. 64 bytes. */
+typedef struct {
+  const void *a; /* bf16 [slots][ranges * rank_max * depth]; a slot uses the first [ranges][rank][depth] */
+  const void *b; /* bf16 [slots][n * rank_max], scale included; a slot uses the first [n][rank] */
+  const int32_t *ranks;        /* [slots] */
+  const int32_t *row_adapters; /* slot of each row's adapter, or -1; with PDL read before the preceding kernel ends */
+  /* [parts][rows][ranges * rank_max]: x A^T, as a sum over parts of k; a row uses the first [ranges][rank] of each part */
+  float *shrunk;
+  int32_t firsts[2];           /* first outputs of the second and third range, multiples of 8; n without */
+  int32_t ranges;              /* 1 to 3 */
+  int32_t rank_max;            /* a multiple of 16 */
+  int32_t slots;               /* 1 to BATON_ADAPTER_SLOTS_MAX */
+  int32_t parts;               /* baton_shrink_parts of the rows and the depth */
+} baton_low_rank;
+
+/* Returns the number of parts of k into which baton_shrink divides x A^T, so that enough CTAs read A: 1 to 4. rows * parts is
+ * at most 256 with several parts. */
+BATON_API int32_t baton_shrink_parts(int32_t rows, int32_t depth);
+
+/* shrunk = x A^T for every row with an adapter. x is bf16 [rows][x_stride]. The next kernel of the stream is a GEMM
+ * (baton_programmatic_launch). */
+BATON_API int32_t baton_shrink(const baton_low_rank *update, const void *x, int64_t x_stride, int32_t rows, int32_t n,
+                               int32_t depth, void *stream);
+/* out[row] += shrunk[row] B^T for every row with an adapter. out is bf16 [rows][out_stride]. */
+BATON_API int32_t baton_expand(const baton_low_rank *update, void *out, int64_t out_stride, int32_t rows, int32_t n,
+                               void *stream);
+
 /* ---- Skinny (small-M) GEMMs -------------------------------------------------------------------------------- */
 
 typedef enum {
@@ -203,7 +237,7 @@ typedef enum {
   BATON_SKINNY_QKV = 4       /* + bias, RoPE of queries and keys, store of keys and values into the arena */
 } baton_skinny_epilogue;
 
-/* 224 bytes. */
+/* 288 bytes. */
 typedef struct {
   const void *weight; /* bf16 or FP8 (e4m3) [n][depth], contiguous */
   /* Null: the weight is bf16. Else it is FP8, and depth is a multiple of 16. Row i is multiplied by weight_scales[i], or
@@ -250,6 +284,8 @@ typedef struct {
   int32_t squares_count;
   int32_t weight_block; /* 128: weight_scales are those of blocks; else 0 */
   int32_t parts; /* rows in FP8 of each row of x, 1 or 2, with scales of the weight's rows; 0: x is bf16 */
+  /* With `shrunk`: the update, of the same x, is added to x W^T before scale and epilogue. Only for weights in bf16. */
+  baton_low_rank low_rank;
 } baton_skinny_gemm_args;
 
 /* y = x W^T in bf16 with f32 accumulators, bound by reading the weight, with fused neighbouring operations of a decode
@@ -257,7 +293,7 @@ typedef struct {
  * depend on the tile, on the order of a row's squares, on `parts`, and on whether there are more than 8, 16 or 64 rows. */
 BATON_API int32_t baton_skinny_gemm(const baton_skinny_gemm_args *args, void *stream);
 /* Returns the weight rows per tile for these arguments (rows, n, depth, epilogue, head_dim, grid, tile, weight_block,
- * parts and whether weight_scales is null matter; other addresses may be null); squares_out has ceil(n / tile) numbers
+ * parts and whether weight_scales and low_rank.shrunk are null matter; other addresses may be null); squares_out has ceil(n / tile) numbers
  * per row. 0: there is no kernel for the shape, or cuBLAS is faster. */
 BATON_API int32_t baton_skinny_gemm_tile(const baton_skinny_gemm_args *args);
 /* Maximum rows of baton_skinny_gemm; baton_skinny_gemm_tile decides by shape. */
@@ -296,7 +332,7 @@ typedef struct {
   int32_t drafts;   /* draft tokens behind `length` that the current step verifies */
 } baton_slot;
 
-/* Device arrays of the running batch, allocated once and zeroed. The first index is the slot. 144 bytes. */
+/* Device arrays of the running batch, allocated once and zeroed. The first index is the slot. 152 bytes. */
 typedef struct {
   baton_slot *slots;         /* [slot_count] */
   baton_sampling *sampling;  /* [slot_count] */
@@ -314,6 +350,7 @@ typedef struct {
   int32_t zero_block;  /* block of zeros, in place of blocks behind a window */
   int32_t group_count; /* KV groups */
   int32_t windows[BATON_KV_GROUPS_MAX]; /* of each group: tokens that a token attends to, itself included; 0: all */
+  int32_t *adapters; /* [slot_count]: slot of the sequence's adapter, or -1 */
 } baton_pool;
 
 /* ---- A step's plan: one small upload -------------------------------------------------------------------- */
@@ -346,7 +383,8 @@ typedef struct {
 /* A sequence admitted to a slot; applied before runs and sequences. 96 bytes. */
 typedef struct {
   int32_t slot;
-  int32_t reserved[3];
+  int32_t adapter; /* slot of the adapter, or -1 */
+  int32_t reserved[2];
   baton_slot state;
   baton_sampling sampling;
 } baton_plan_admission;
@@ -387,6 +425,8 @@ typedef struct {
   int32_t sequences_max;
   int32_t pages_max;
   int32_t samples_max;
+  int32_t *row_adapters;    /* [rows_max]: slot of the adapter, or -1 */
+  int32_t *sample_adapters; /* [samples_max]: row_adapters of the sampled rows */
 } baton_step;
 
 /* Applies a plan: admissions and runs are written to the pool, then `step` is filled. Positions of the

@@ -21,7 +21,7 @@ static_assert(sizeof(baton_plan_admission) == 96 && sizeof(baton_plan_run) == 20
 static_assert(sizeof(baton_sample_result) == 32 && sizeof(baton_attention_plan) == 184);
 // Each size is the sum of the fields, so the compiler adds no padding.
 static_assert(sizeof(baton_sample_args) == 7 * 8 + 4 * 4);
-static_assert(sizeof(baton_skinny_gemm_args) == 21 * 8 + 14 * 4);
+static_assert(sizeof(baton_low_rank) == 64 && sizeof(baton_skinny_gemm_args) == 21 * 8 + 14 * 4 + 64);
 static_assert(sizeof(baton_quantize_args) == 7 * 8 + 6 * 4);
 static_assert(sizeof(baton_decode_attention_args) == 16 * 8 + 10 * 4);
 static_assert(sizeof(baton_group) == 96 && sizeof(baton_all_reduce_args) == 56 && sizeof(baton_gather_args) == 80);
@@ -36,6 +36,7 @@ int32_t load_all_reduce();
 int32_t load_digest();
 int32_t load_expert_gemm();
 int32_t load_gather();
+int32_t load_low_rank();
 int32_t load_mxfp4_gemm();
 int32_t load_route();
 int32_t load_tp_sample();
@@ -111,7 +112,7 @@ BATON_API int32_t baton_initialise(void) {
     Device device;
     BATON_TRY(current_device(device));
     for (auto part : {load_rows, load_quantize, load_rope, load_blocks, load_step, load_drafts, load_attention, load_decode_attention,
-                      load_skinny_gemm, load_sample, load_probe, load_all_reduce, load_gather,
+                      load_skinny_gemm, load_low_rank, load_sample, load_probe, load_all_reduce, load_gather,
                       load_tp_sample, load_digest, load_weights, load_route, load_expert_gemm,
                       load_mxfp4_gemm}) {
       const int32_t code = part();
@@ -145,6 +146,7 @@ BATON_API int32_t baton_struct_sizes(uint32_t* sizes_host, int32_t capacity) {
       sizeof(baton_sample_result),
       sizeof(baton_token_logprob),
       sizeof(baton_sample_args),
+      sizeof(baton_low_rank),
       sizeof(baton_skinny_gemm_args),
       sizeof(baton_decode_attention_args),
       sizeof(baton_group),

@@ -66,6 +66,7 @@ __device__ void apply_plan(const baton_pool& pool, const uint32_t* words, const 
   for (uint32_t i = threadIdx.x; i < header.admission_count; i += THREADS) {
     pool.slots[admissions[i].slot] = admissions[i].state;
     pool.sampling[admissions[i].slot] = admissions[i].sampling;
+    pool.adapters[admissions[i].slot] = admissions[i].adapter;
   }
   // One warp per run: most runs are one block id, a few are prompts.
   const auto* runs = reinterpret_cast<const baton_plan_run*>(words + header.runs_at);
@@ -143,6 +144,7 @@ __global__ void __launch_bounds__(THREADS)
       step.sampled_rows[to] = before.rows + sums.rows - sums.samples + sample;
       step.sample_slots[to] = is_planned ? sequence[j].slot : -1;
       step.sample_masks[to] = -1;
+      step.sample_adapters[to] = sequence[j].slot < 0 ? -1 : pool.adapters[sequence[j].slot];
     }
     before = before + sums;
     if (index == sequences - 1) {
@@ -163,6 +165,7 @@ __global__ void __launch_bounds__(THREADS)
     step.sampled_rows[i] = 0;
     step.sample_slots[i] = -1;
     step.sample_masks[i] = -1;
+    step.sample_adapters[i] = -1;
   }
   if (threadIdx.x == 0) {
     const int padding = max(sequences - count, 0) * max(tokens, 1);
@@ -191,6 +194,7 @@ __global__ void expand_kernel(const baton_pool pool, const baton_step step, int 
       step.row_tokens[row] = 0;
       step.row_positions[row] = 0;
       step.row_sequences[row] = -1;
+      step.row_adapters[row] = -1;
     }
     return;
   }
@@ -212,6 +216,7 @@ __global__ void expand_kernel(const baton_pool pool, const baton_step step, int 
     step.row_tokens[first_row + i] = slot < 0 ? 0 : tokens[verified == 0 ? position : first_position];
     step.row_positions[first_row + i] = position;
     step.row_sequences[first_row + i] = sequence;
+    step.row_adapters[first_row + i] = slot < 0 ? -1 : pool.adapters[slot];
   }
   // The table's entries behind the window are blocks of other sequences, or no blocks. Attention kernels do not load
   // these pages; the block of zeros keeps every address of the list valid.

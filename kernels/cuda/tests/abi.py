@@ -26,17 +26,18 @@ Sampling = struct("Sampling", seed=U64, temperature=F32, top_p=F32, min_p=F32, r
 Slot = struct("Slot", position=I32, length=I32, failed=I32, drafts=I32)
 Pool = struct("Pool", slots=P, sampling=P, tokens=P, block_tables=P, stop_tokens=P, rules=P, slot_count=I32, token_width=I32,
               table_width=I32, stop_width=I32, trash_block=I32, rule_width=I32, zero_block=I32, group_count=I32,
-              windows=I32 * 16)
+              windows=I32 * 16, adapters=P)
 PlanHeader = struct("PlanHeader", word_count=U32, sequence_count=U32, row_count=U32, sample_count=U32,
                     admission_count=U32, run_count=U32, sequences_at=U32, admissions_at=U32, runs_at=U32,
                     step_id=U32, reserved=U32 * 6)
 PlanSequence = struct("PlanSequence", slot=I32, row_count=I32, sample_count=I32, reserved=I32)
-PlanAdmission = struct("PlanAdmission", slot=I32, reserved=I32 * 3, state=Slot, sampling=Sampling)
+PlanAdmission = struct("PlanAdmission", slot=I32, adapter=I32, reserved=I32 * 2, state=Slot, sampling=Sampling)
 PlanRun = struct("PlanRun", target=I32, slot=I32, first=I32, count=I32, at=U32)
 STEP_ARRAYS = ("row_tokens row_positions row_destinations row_sequences row_indptr page_indptr page_indices "
                "last_page_tokens kv_lengths sequence_slots sampled_rows sample_slots sample_masks counts").split()
+ADAPTER_ARRAYS = ("row_adapters", "sample_adapters")
 Step = struct("Step", **{name: P for name in STEP_ARRAYS}, rows_max=I32, sequences_max=I32, pages_max=I32,
-              samples_max=I32)
+              samples_max=I32, **{name: P for name in ADAPTER_ARRAYS})
 Shape = struct("Shape", query_heads=I32, kv_heads=I32, head_dim=I32, dtype=I32, window=I32, scale=F32)
 Batch = struct("Batch", row_indptr=P, page_indptr=P, kv_lengths=P, sequences=I32, rows=I32)
 Workspace = struct("Workspace", floats=P, float_bytes=U64, ints=P, int_bytes=U64, pinned=P)
@@ -48,11 +49,13 @@ SampleArgs = struct("SampleArgs", logits=P, logit_stride=I64, masks=P, results=P
                     scratch_bytes=U64, vocabulary=I32, samples=I32, needs=I32, verifies=I32)
 QuantizeArgs = struct("QuantizeArgs", x=P, x_stride=I64, residual=P, norm=P, mirror=P, out=P, scales=P, eps=F32, source=I32,
                       rows=I32, width=I32, parts=I32, reserved=I32)
+LowRank = struct("LowRank", a=P, b=P, ranks=P, row_adapters=P, shrunk=P, firsts=I32 * 2, ranges=I32, rank_max=I32, slots=I32,
+                 parts=I32)
 SkinnyArgs = struct("SkinnyArgs", weight=P, weight_scales=P, x=P, x_scales=P, x_stride=I64, squares=P, bias=P, out=P, out_stride=I64, residual=P,
                     mirror=P, next_norm=P, squares_out=P, k=P, v=P, stride_block=I64, stride_head=I64,
                     stride_token=I64, frequencies=P, positions=P, destinations=P, eps=F32, rows=I32, n=I32, depth=I32,
                     epilogue=I32, query_heads=I32, kv_heads=I32, head_dim=I32, grid=I32, tile=I32, pdl=I32,
-                    squares_count=I32, weight_block=I32, parts=I32)
+                    squares_count=I32, weight_block=I32, parts=I32, low_rank=LowRank)
 DecodeArgs = struct("DecodeArgs", q=P, q_stride=I64, k=P, v=P, stride_block=I64, stride_head=I64, stride_token=I64,
                     pages=P, page_indptr=P, kv_len=P, out=P, out_stride=I64, partial=P, counters=P, rows=I32,
                     kv_heads=I32, group=I32, head_dim=I32, window=I32, scale=F32, sms=I32, pdl=I32, tokens=I32,
@@ -77,7 +80,7 @@ CombineArgs = struct("CombineArgs", outputs=P, weights=P, residual=P, norm=P, ou
                      x_stride=I64, eps=F32, count=I32, rows=I32, width=I32)
 NEEDS_DRAW, NEEDS_CUT, NEEDS_LOGPROBS, NEEDS_PENALTIES, NEEDS_RULES, NEEDS_ALL = 1, 2, 4, 8, 16, 31
 STRUCTS = [QuantizeArgs, Kv, RopeArgs, Sampling, Slot, Pool, PlanHeader, PlanSequence, PlanAdmission, PlanRun, Step, Shape, Batch,
-           Workspace, AttentionPlan, SampleResult, TokenLogprob, SampleArgs, SkinnyArgs, DecodeArgs, Group,
+           Workspace, AttentionPlan, SampleResult, TokenLogprob, SampleArgs, LowRank, SkinnyArgs, DecodeArgs, Group,
            AllReduceArgs, GatherArgs, RouteArgs, ExpertGemmArgs, Mxfp4GemmArgs, CombineArgs]
 
 ARGUMENTS = {
@@ -152,11 +155,11 @@ class StepArrays:
     """Device arrays of a step, filled with poison values."""
 
     def __init__(self, rows, sequences, pages, samples, groups=1):
-        sizes = dict.fromkeys(STEP_ARRAYS, 0)
-        for name in STEP_ARRAYS:
+        sizes = dict.fromkeys((*STEP_ARRAYS, *ADAPTER_ARRAYS), 0)
+        for name in sizes:
             sizes[name] = (8 if name == "counts" else samples if name.startswith("sample") else groups * pages
                            if name == "page_indices" else groups * rows if name == "row_destinations" else rows
-                           if name in STEP_ARRAYS[:4] else sequences + 1)
+                           if name in (*STEP_ARRAYS[:4], "row_adapters") else sequences + 1)
         self.tensors = {name: torch.full((max(size, 1),), -77, dtype=torch.int32, device="cuda")
                         for name, size in sizes.items()}
         self.struct = Step(**{name: tensor.data_ptr() for name, tensor in self.tensors.items()}, rows_max=rows,

@@ -196,9 +196,10 @@ class Host:
             block_tables=torch.zeros(slots, self.table_width, dtype=torch.int32, device="cuda"),
             stop_tokens=torch.zeros(slots, stop_width, dtype=torch.int32, device="cuda"),
             rules=torch.zeros(slots, RULE_WIDTH, dtype=torch.int32, device="cuda"))
+        self.adapters = torch.zeros(slots, dtype=torch.int32, device="cuda")
         self.pool = Pool(*[tensor.data_ptr() for tensor in self.memory.values()], slots, token_width,
                          self.table_width, stop_width, blocks - 2, RULE_WIDTH, blocks - 1, len(windows),
-                         (I32 * 16)(*windows))
+                         (I32 * 16)(*windows), self.adapters.data_ptr())
         self.free = list(range(blocks - 2))
         random.shuffle(self.free)
         self.live = {}  # slot: dict(tokens, position, table)
@@ -210,7 +211,7 @@ class Host:
         table = [self.free.pop() for _ in range((len(tokens) + 40) // 16 * len(self.windows))]
         self.live[slot] = dict(tokens=list(tokens), position=computed, table=table)
         runs = [(0, slot, 0, list(tokens)), (1, slot, 0, table)]
-        return (PlanAdmission(slot, (I32 * 3)(), Slot(computed, len(tokens), 0, 0), Sampling(**settings)), runs)
+        return (PlanAdmission(slot, slot % 3 - 1, (I32 * 2)(), Slot(computed, len(tokens), 0, 0), Sampling(**settings)), runs)
 
     def write(self, step_id, admissions, sequences, runs=()):
         """Returns the plan as a tensor of words. Sequences are (slot, rows, samples)."""
@@ -237,7 +238,7 @@ class Host:
         return torch.tensor(words, dtype=torch.int64).to(torch.int32)
 
     def expected(self, sequences, rows, padded, samples):
-        out = {name: [] for name in STEP_ARRAYS}
+        out = {name: [] for name in (*STEP_ARRAYS, *ADAPTER_ARRAYS)}
         out["row_indptr"], out["page_indptr"] = [0], [0]
         groups = len(self.windows)
         destinations, page_indices = [[] for _ in self.windows], [[] for _ in self.windows]
@@ -255,6 +256,7 @@ class Host:
                     block = state["table"][position // 16 * groups + group]
                     destinations[group].append(block * 16 + position % 16)
                 out["row_sequences"].append(index)
+                out["row_adapters"].append(slot % 3 - 1 if slot >= 0 else -1)
             for group, window in enumerate(self.windows):
                 unseen = max(first + 1 - window, 0) // 16 if window else 0
                 pages = state["table"][group::groups][unseen : (length + 15) // 16]
@@ -268,6 +270,7 @@ class Host:
                 out["sampled_rows"].append(base + count - sampled + sample)
                 out["sample_slots"].append(slot)
                 out["sample_masks"].append(-1)
+                out["sample_adapters"].append(slot % 3 - 1)
         padding = padded - len(sequences)
         out["counts"] = [len(sequences), len(out["row_tokens"]) - padding, len(out["sampled_rows"]),
                          len(page_indices[0]) - padding]
@@ -277,10 +280,12 @@ class Host:
             out["row_tokens"].append(0)
             out["row_positions"].append(0)
             out["row_sequences"].append(-1)
+            out["row_adapters"].append(-1)
         while len(out["sampled_rows"]) < samples:
             out["sampled_rows"].append(0)
             out["sample_slots"].append(-1)
             out["sample_masks"].append(-1)
+            out["sample_adapters"].append(-1)
         return out | dict(row_destinations=destinations, page_indices=page_indices)
 
 

@@ -27,6 +27,7 @@ use super::{
     gemm::{Gemm, GemmShape, WORKSPACE_BYTES},
     graph::Graph,
     library::KernelLibrary,
+    low_rank::{AdapterSizes, CudaLowRank, LowRankBuffers},
     memory::{ALIGNMENT, DeviceMemory, Range},
     skinny::Skinny,
     step::CudaStep,
@@ -36,7 +37,7 @@ use super::{
 use crate::{
     backend::{
         Backend, ExpertShape, ExpertWeights, GatedActivation, HeadShape, HeadWeights,
-        LayerAttention, NormSpan, RowSource,
+        LayerAttention, LowRankShape, NormSpan, RowSource,
     },
     layout::{Dtype, KvLayout, WeightFormat},
     shard::Shard,
@@ -59,6 +60,8 @@ pub struct CudaOptions {
     /// attention of a decode step are split into one equal share per SM. With fewer free SMs than
     /// shares, some shares wait for others, and the step takes up to twice as long.
     pub reserved_sms: u32,
+    /// Slots of LoRA adapters of a dense model.
+    pub adapters: AdapterSizes,
 }
 
 impl CudaOptions {
@@ -71,6 +74,7 @@ impl CudaOptions {
             graphs: true,
             dependent_launch: true,
             reserved_sms: 0,
+            adapters: AdapterSizes::default(),
         }
     }
 }
@@ -88,6 +92,7 @@ pub struct CudaBackend {
     dtype: Dtype,
     weights: DeviceMemory,
     activations: DeviceMemory,
+    adapters: DeviceMemory,
     is_placed: bool,
     gemm: Gemm,
     skinny: Skinny,
@@ -102,6 +107,10 @@ pub struct CudaBackend {
     quantized: Option<QuantizedRows>,
     /// Whether the model has experts.
     pub(super) has_experts: Cell<bool>,
+    /// `Some` once placed, with slots of adapters.
+    pub(super) low_rank_buffers: Option<LowRankBuffers>,
+    /// Whether the running forward pass adds the updates of adapters.
+    pub(super) has_adapters: Cell<bool>,
 }
 
 impl CudaBackend {
@@ -138,6 +147,10 @@ impl CudaBackend {
                 });
             }
         };
+        if options.adapters.slots > 0 && dtype == Dtype::F32 {
+            let (what, value) = ("the weight format of a node with adapters", dtype.to_string());
+            return Err(CudaError::Unsupported { what, value, allowed: "bf16 or fp8 on GPUs" });
+        }
         library.initialise(context)?;
         let dependent_launch = options.dependent_launch && context.device().compute >= 90;
         let options = CudaOptions { dependent_launch, ..options };
@@ -152,6 +165,7 @@ impl CudaBackend {
             dtype,
             weights: DeviceMemory::counting("the weights"),
             activations: DeviceMemory::counting("the activations"),
+            adapters: DeviceMemory::counting("the adapters"),
             is_placed: false,
             gemm: Gemm::new(context, workspace.cut(WORKSPACE_BYTES)?)?,
             skinny: Skinny::new(&workspace, &library, options.fused, dependent_launch, shares)?,
@@ -171,6 +185,8 @@ impl CudaBackend {
             quantized_sizes: Cell::default(),
             quantized: None,
             has_experts: Cell::new(false),
+            low_rank_buffers: None,
+            has_adapters: Cell::new(false),
         })
     }
 
@@ -198,6 +214,12 @@ impl CudaBackend {
             let data = memory.cut(elements)?;
             let scales = memory.cut(scales_bytes)?;
             self.quantized = Some(QuantizedRows { data, scales, turn: Cell::default() });
+        }
+        let (adapters, rows) = (self.adapters.used_bytes(), self.quantized_sizes.get().1);
+        if adapters > 0 {
+            self.adapters = DeviceMemory::new(&self.context, "the adapters", adapters)?;
+            let sizes = self.options.adapters;
+            self.low_rank_buffers = Some(LowRankBuffers::new(&self.context, sizes, rows)?);
         }
         self.is_placed = true;
         *self.uploads() = Some(Uploads::new(&self.context, ReaderShare::All)?);
@@ -342,6 +364,7 @@ impl Backend for CudaBackend {
     type Buffer = CudaBuffer;
     type Step = CudaStep;
     type ExpertBuffers = CudaExperts;
+    type LowRank = CudaLowRank;
 
     fn matrix(&self, source: &dyn RowSource) -> CudaMatrix {
         let formats = (self.options.weights, self.dtype);
@@ -377,6 +400,31 @@ impl Backend for CudaBackend {
             self.note(buffers.clear());
         }
         buffers
+    }
+
+    fn low_rank(&self, slots: usize, shape: &LowRankShape) -> CudaLowRank {
+        let sizes = AdapterSizes { slots, ..self.options.adapters };
+        CudaLowRank::place(sizes, shape, |bytes| self.cut(&self.adapters, bytes))
+    }
+
+    fn has_adapters(&self, step: &CudaStep) -> bool {
+        self.has_adapters.set(step.has_adapters());
+        step.has_adapters()
+    }
+
+    fn add_low_rank(
+        &mut self,
+        rows: usize,
+        x: &CudaBuffer,
+        updates: &CudaLowRank,
+        step: &CudaStep,
+        out: &mut CudaBuffer,
+    ) {
+        assert!(x.is_mirrored(), "add_low_rank: the rows are only in FP8");
+        self.finish_rows(rows, x);
+        let update = self.low_rank_args(rows, updates, step);
+        self.shrink(rows, x, out.width, &update);
+        self.expand(rows, &update, out);
     }
 
     fn rows(&self, step: &CudaStep) -> usize {
@@ -523,7 +571,7 @@ impl Backend for CudaBackend {
         // The skinny kernel applies a deferred norm, and takes weights in FP8. A rank's GEMMs defer
         // no norms, but a rank uses the same kernel.
         if x.pending.get().is_some() || self.group.is_some() || w.scales.is_some() {
-            if self.skinny_matmul(rows, (x, w), out) {
+            if self.skinny_matmul(rows, (x, w, None), out) {
                 return;
             }
             if w.scales.is_none() {
@@ -739,19 +787,21 @@ impl Backend for CudaBackend {
         &mut self,
         layer: usize,
         shape: HeadShape,
-        (x, w): (&CudaBuffer, &CudaMatrix),
+        (x, w, updates): (&CudaBuffer, &CudaMatrix, Option<&CudaLowRank>),
         weights: HeadWeights<'_, CudaVector>,
         qkv: &mut CudaBuffer,
         step: &mut CudaStep,
     ) {
         self.check_heads(shape, qkv, step);
-        if self.skinny_heads(layer, shape, (x, w), &weights, qkv, step) {
+        let rows = step.rows();
+        let update = updates.map(|updates| self.low_rank_args(rows, updates, step));
+        if self.skinny_heads(layer, shape, (x, w, update), &weights, qkv, step) {
             return;
         }
         // The same kernel after a norm that is not deferred.
         let has_norms = weights.norms.is_some() && !self.is_faulty();
-        if !has_norms || !self.skinny_matmul(step.rows(), (x, w), qkv) {
-            self.matmul(step.rows(), x, w, qkv);
+        if !has_norms || !self.skinny_matmul(rows, (x, w, update), qkv) {
+            self.matmul_updated(rows, (x, w), updates.map(|updates| (updates, &*step)), qkv);
         }
         self.store_kv(layer, shape, weights, qkv, step);
     }
@@ -760,16 +810,18 @@ impl Backend for CudaBackend {
         &mut self,
         rows: usize,
         (x, w, bias): (&CudaBuffer, &CudaMatrix, Option<&CudaVector>),
-        delta: &mut CudaBuffer,
-        residual: &mut CudaBuffer,
+        adapters: Option<(&CudaLowRank, &CudaStep)>,
+        (delta, residual): (&mut CudaBuffer, &mut CudaBuffer),
         (norm, eps): (&CudaVector, f32),
         out: &mut CudaBuffer,
     ) {
         let is_whole = self.group.is_none();
-        if is_whole && self.skinny_onto_residual(rows, (x, w, bias), residual, (norm, eps), out) {
+        let update = adapters.map(|(updates, step)| self.low_rank_args(rows, updates, step));
+        let operands = (x, w, update);
+        if is_whole && self.skinny_onto_residual(rows, operands, bias, residual, (norm, eps), out) {
             return;
         }
-        self.matmul(rows, x, w, delta);
+        self.matmul_updated(rows, (x, w), adapters, delta);
         if !is_whole && bias.is_none() {
             // A rank's GEMM returns a partial sum.
             return self.all_reduce_onto_residual(rows, delta, residual, (norm, eps), out);
@@ -786,18 +838,38 @@ impl Backend for CudaBackend {
         activation: GatedActivation,
         rows: usize,
         (x, w): (&CudaBuffer, &CudaMatrix),
+        adapters: Option<(&CudaLowRank, &CudaStep)>,
         gate_up: &mut CudaBuffer,
         out: &mut CudaBuffer,
     ) {
-        let is_fused = activation == GatedActivation::Silu && self.skinny_gated(rows, (x, w), out);
+        let update = adapters.map(|(updates, step)| self.low_rank_args(rows, updates, step));
+        let is_fused =
+            activation == GatedActivation::Silu && self.skinny_gated(rows, (x, w, update), out);
         if !is_fused {
-            self.matmul(rows, x, w, gate_up);
+            self.matmul_updated(rows, (x, w), adapters, gate_up);
             self.activate(activation, rows, gate_up, out);
         }
     }
 }
 
 impl CudaBackend {
+    /// Computes `out = x · wᵀ`, and adds the updates of the rows' adapters.
+    fn matmul_updated(
+        &mut self,
+        rows: usize,
+        (x, w): (&CudaBuffer, &CudaMatrix),
+        adapters: Option<(&CudaLowRank, &CudaStep)>,
+        out: &mut CudaBuffer,
+    ) {
+        let Some((updates, step)) = adapters else { return self.matmul(rows, x, w, out) };
+        let update = self.low_rank_args(rows, updates, step);
+        if self.is_faulty() || self.skinny_matmul(rows, (x, w, Some(update)), out) {
+            return;
+        }
+        self.matmul(rows, x, w, out);
+        self.add_low_rank(rows, x, updates, step, out);
+    }
+
     /// Runs a GEMM without scales on cuBLASLt, into a range.
     pub(super) fn gemm_onto(
         &mut self,

@@ -54,6 +54,8 @@ pub struct StepInput<'a> {
     /// Draft tokens from the host, for slots in which the device does not look for an earlier
     /// occurrence. Only a step with `drafts` has them.
     pub known_drafts: &'a [KnownDrafts<'a>],
+    /// Whether a sequence has an adapter.
+    pub has_adapters: bool,
 }
 
 /// Draft tokens of a step, by prompt lookup: the tokens after the longest earlier occurrence of a
@@ -247,7 +249,8 @@ impl DeviceBatch {
         let needs = sampled.fold(0, |all, row| all | needs(row));
         let memory = Arc::clone(&self.memory);
         let verified = input.drafts.map_or(0, |drafts| drafts.rows as usize);
-        let step = CudaStep::new(memory, serial, input.sequences, rows_min, verified, needs);
+        let extras = (needs, input.has_adapters);
+        let step = CudaStep::new(memory, serial, input.sequences, rows_min, verified, extras);
         let sizes = (step.rows(), step.sequences(), step.samples(), verified);
         self.upload_plan(backend, last, sizes)?;
         if let Some(Drafts { rows, ngram_min, ngram_max }) = input.drafts {
@@ -411,11 +414,13 @@ impl DeviceBatch {
     }
 
     /// Returns a step of padding sequences for a graph capture, with the same addresses as every
-    /// other step. With `verified` above 0, each has this many rows.
-    pub fn filling(&self, sequences: u32, verified: u32) -> CudaStep {
+    /// other step. With `verified` above 0, each has this many rows. With `has_adapters`, the forward
+    /// pass of the step adds the updates of adapters.
+    pub fn filling(&self, sequences: u32, verified: u32, has_adapters: bool) -> CudaStep {
         let serial = self.serial.fetch_add(1, Ordering::Relaxed);
         let memory = Arc::clone(&self.memory);
-        CudaStep::new(memory, serial, &[], sequences as usize, verified as usize, 0)
+        let (sequences, verified) = (sequences as usize, verified as usize);
+        CudaStep::new(memory, serial, &[], sequences, verified, (0, has_adapters))
     }
 
     /// Samples a token for every sampled row and appends it to its slot's tokens. A step that

@@ -277,8 +277,9 @@ impl CudaBackend {
             // `combine` multiplies the normed rows by the shared expert's router.
             self.finish_rows(rows, x);
         }
-        self.project_gated(GatedActivation::Silu, rows, (x, shared.gate_up), gate_up, activated);
-        if !self.skinny_matmul(rows, (activated, shared.down), output) {
+        let product = (x, shared.gate_up);
+        self.project_gated(GatedActivation::Silu, rows, product, None, gate_up, activated);
+        if !self.skinny_matmul(rows, (activated, shared.down, None), output) {
             self.matmul(rows, activated, shared.down, output);
         }
     }

@@ -100,7 +100,7 @@ macro_rules! structs {
         )*
 
         /// Sizes in bytes of the structs, in order.
-        pub(super) const STRUCT_BYTES: [usize; 27] = [$(size_of::<$name>()),*];
+        pub(super) const STRUCT_BYTES: [usize; 28] = [$(size_of::<$name>()),*];
     };
 }
 
@@ -195,6 +195,7 @@ structs! {
         pub zero_block: i32,
         pub group_count: i32,
         pub windows: [i32; GROUPS_MAX],
+        pub adapters: Address,
     }
 
     #[derive(Default, bytemuck::Pod, bytemuck::Zeroable)]
@@ -223,7 +224,8 @@ structs! {
     #[derive(Default, bytemuck::Pod, bytemuck::Zeroable)]
     pub struct PlanAdmission {
         pub slot: i32,
-        pub reserved: [i32; 3],
+        pub adapter: i32,
+        pub reserved: [i32; 2],
         pub state: SlotState,
         pub sampling: SlotSampling,
     }
@@ -256,6 +258,8 @@ structs! {
         pub sequences_max: i32,
         pub pages_max: i32,
         pub samples_max: i32,
+        pub row_adapters: Address,
+        pub sample_adapters: Address,
     }
 
     #[derive(PartialEq)]
@@ -324,6 +328,20 @@ structs! {
     }
 
     #[derive(Default)]
+    pub struct LowRank {
+        pub a: Address,
+        pub b: Address,
+        pub ranks: Address,
+        pub row_adapters: Address,
+        pub shrunk: Address,
+        pub firsts: [i32; 2],
+        pub ranges: i32,
+        pub rank_max: i32,
+        pub slots: i32,
+        pub parts: i32,
+    }
+
+    #[derive(Default)]
     pub struct SkinnyGemmArgs {
         pub weight: Address,
         pub weight_scales: Address,
@@ -360,6 +378,7 @@ structs! {
         pub squares_count: i32,
         pub weight_block: i32,
         pub parts: i32,
+        pub low_rank: LowRank,
     }
 
     #[derive(Default)]
@@ -596,6 +615,9 @@ functions! {
         ) -> i32;
     baton_decode_attention_workspace: fn(i32, i32, i32, i32) -> i64;
     baton_decode_attention: fn(*const DecodeAttentionArgs, RawStream) -> i32;
+    baton_shrink_parts: fn(i32, i32) -> i32;
+    baton_shrink: fn(*const LowRank, Address, i64, i32, i32, i32, RawStream) -> i32;
+    baton_expand: fn(*const LowRank, Address, i64, i32, i32, RawStream) -> i32;
     baton_skinny_gemm: fn(*const SkinnyGemmArgs, RawStream) -> i32;
     baton_skinny_gemm_rows_max: fn() -> i32;
     baton_skinny_gemm_tile: fn(*const SkinnyGemmArgs) -> i32;

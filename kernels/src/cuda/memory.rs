@@ -222,7 +222,7 @@ impl Range {
             .named("cuMemcpyDtoDAsync")
     }
 
-    /// Copies from host memory and waits for the copy. For start-up and tests only.
+    /// Copies from host memory and waits for the copy. For start-up, adapters and tests only.
     pub fn write<T: Pod>(&self, offset: usize, values: &[T]) -> Result<(), CudaError> {
         let bytes: &[u8] = bytemuck::cast_slice(values);
         let address = self.part(offset, bytes.len());

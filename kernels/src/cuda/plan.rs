@@ -16,6 +16,8 @@ pub struct Admission<'a> {
     pub position: u32,
     pub blocks: &'a [BlockId],
     pub sampling: &'a Sampling,
+    /// Slot of the sequence's adapter.
+    pub adapter: Option<u32>,
 }
 
 /// Blocks appended to a slot's block table.
@@ -118,7 +120,8 @@ fn admission(admission: &Admission<'_>, rules: &Rules) -> PlanAdmission {
     let stops = if *min_tokens > 0 { stop_token_ids.len() } else { 0 };
     PlanAdmission {
         slot: admission.slot as i32,
-        reserved: [0; 3],
+        adapter: admission.adapter.map_or(-1, |slot| slot as i32),
+        reserved: [0; 2],
         state: SlotState {
             position: admission.position as i32,
             length: admission.tokens.len() as i32,
@@ -319,6 +322,7 @@ mod tests {
             position: 1,
             blocks: &blocks,
             sampling: &sampling,
+            adapter: Some(5),
         };
         let extension = Extension { slot: 1, first: 4, blocks: &blocks[..1] };
         let sequences = [
@@ -333,6 +337,7 @@ mod tests {
         let occupant: PlanAdmission =
             bytemuck::pod_read_unaligned(bytemuck::cast_slice(&plan[24..48]));
         assert_eq!((occupant.slot, occupant.state.position, occupant.state.length), (3, 1, 3));
+        assert_eq!(occupant.adapter, 5);
         assert_eq!((occupant.sampling.seed, occupant.sampling.logprobs), (1 << 40, 3));
         assert_eq!((occupant.sampling.stop_count, occupant.sampling.prompt_len), (2, 2));
         let SlotSampling { bias_count, bad_count, is_listed, prompt_logprobs, .. } =
@@ -360,6 +365,7 @@ mod tests {
             position,
             blocks: &blocks,
             sampling: &sampling,
+            adapter: None,
         };
         let occupants = [occupant, Admission { slot: 1, ..occupant }];
         let sequences = [StepRows { slot: 1, position: 0, rows: 8, samples: 0 }];

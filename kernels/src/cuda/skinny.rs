@@ -39,6 +39,9 @@ pub(super) struct Skinny {
     pub(super) sms: i32,
 }
 
+/// Input, weight and low-rank update of a GEMM.
+pub(super) type Operands<'a> = (&'a CudaBuffer, &'a CudaMatrix, Option<ffi::LowRank>);
+
 /// The operation that a GEMM applies to its output.
 enum Epilogue<'a> {
     Plain,
@@ -87,7 +90,7 @@ impl CudaBackend {
         &self,
         layer: usize,
         shape: HeadShape,
-        (x, w): (&CudaBuffer, &CudaMatrix),
+        operands: Operands<'_>,
         weights: &HeadWeights<'_, CudaVector>,
         qkv: &mut CudaBuffer,
         step: &CudaStep,
@@ -100,14 +103,14 @@ impl CudaBackend {
         let is_served = weights.norms.is_none()
             && frequencies.len * 2 == shape.head_dim
             && shape.head_dim.is_multiple_of(TILE_MIN);
-        is_served && self.skinny(step.rows(), (x, w), epilogue, qkv).is_some()
+        is_served && self.skinny(step.rows(), operands, epilogue, qkv).is_some()
     }
 
     /// Runs the plain GEMM. Returns false when nothing was launched.
     pub(super) fn skinny_matmul(
         &self,
         rows: usize,
-        operands: (&CudaBuffer, &CudaMatrix),
+        operands: Operands<'_>,
         out: &mut CudaBuffer,
     ) -> bool {
         let epilogue = match out.dtype {
@@ -121,12 +124,13 @@ impl CudaBackend {
     pub(super) fn skinny_onto_residual(
         &self,
         rows: usize,
-        (x, w, bias): (&CudaBuffer, &CudaMatrix, Option<&CudaVector>),
+        operands: Operands<'_>,
+        bias: Option<&CudaVector>,
         residual: &mut CudaBuffer,
         (norm, eps): (&CudaVector, f32),
         out: &mut CudaBuffer,
     ) -> bool {
-        let width = w.rows;
+        let width = operands.1.rows;
         let widths = [residual.width, norm.len, out.width, bias.map_or(width, |bias| bias.len)];
         assert!(widths.iter().all(|found| *found == width), "project_onto_residual: widths differ");
         let is_packed = residual.stride == width && out.stride == width;
@@ -136,7 +140,7 @@ impl CudaBackend {
         residual.bytes(rows);
         let (from, weight) = (residual.data.address(), norm.data.address());
         let epilogue = Epilogue::Residual { residual, norm, bias };
-        let Some(tile) = self.skinny(rows, (x, w), epilogue, out) else { return false };
+        let Some(tile) = self.skinny(rows, operands, epilogue, out) else { return false };
         let count = width.div_ceil(tile.max(TILE_MIN));
         out.pending.set(Some(DeferredNorm { count, eps, residual: from, norm: weight }));
         true
@@ -146,7 +150,7 @@ impl CudaBackend {
     pub(super) fn skinny_gated(
         &self,
         rows: usize,
-        operands: (&CudaBuffer, &CudaMatrix),
+        operands: Operands<'_>,
         out: &mut CudaBuffer,
     ) -> bool {
         self.skinny(rows, operands, Epilogue::Gated, out).is_some()
@@ -175,7 +179,7 @@ impl CudaBackend {
     fn skinny(
         &self,
         rows: usize,
-        (x, w): (&CudaBuffer, &CudaMatrix),
+        (x, w, update): Operands<'_>,
         epilogue: Epilogue<'_>,
         out: &mut CudaBuffer,
     ) -> Option<usize> {
@@ -200,6 +204,7 @@ impl CudaBackend {
             depth: w.cols as i32,
             grid: skinny.sms,
             pdl: skinny.starts_early.into(),
+            low_rank: update.unwrap_or_default(),
             ..ffi::SkinnyGemmArgs::default()
         };
         if let Some(DeferredNorm { count, eps, .. }) = x.pending.get() {
@@ -240,6 +245,9 @@ impl CudaBackend {
         let in_fp8 = w.scales.as_ref().and_then(|_| self.quantized_args(rows, x, &args));
         let args = in_fp8.unwrap_or(args);
         let tile = self.tile_of(&args)?;
+        if let Some(update) = &update {
+            self.shrink(rows, x, w.rows, update);
+        }
         out.forget();
         self.run(|library, stream| {
             // SAFETY: operands and output have the step's rows and the matrix's sizes, as checked

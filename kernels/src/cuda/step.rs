@@ -17,6 +17,8 @@ pub struct CudaStep {
     verified: usize,
     /// Whether every sequence has one row, which samples.
     is_decode: bool,
+    /// Whether a row may have an adapter.
+    has_adapters: bool,
     /// Sampling kernels that any row needs.
     needs: i32,
     row_indptr: Vec<i32>,
@@ -34,7 +36,7 @@ impl CudaStep {
         sequences: &[StepRows],
         sequences_min: usize,
         verified: usize,
-        needs: i32,
+        (needs, has_adapters): (i32, bool),
     ) -> Self {
         let (mut row_indptr, mut page_indptr) = (vec![0], vec![0]);
         let mut kv_lengths = Vec::with_capacity(sequences.len());
@@ -59,6 +61,7 @@ impl CudaStep {
             samples,
             verified,
             is_decode,
+            has_adapters,
             needs,
             row_indptr,
             page_indptr,
@@ -93,6 +96,10 @@ impl CudaStep {
     /// Returns the layout of the KV of all layers.
     pub fn kv_layout(&self) -> KvLayout {
         self.memory.kv_layout()
+    }
+
+    pub(super) fn has_adapters(&self) -> bool {
+        self.has_adapters
     }
 
     pub(super) fn serial(&self) -> u64 {

@@ -87,8 +87,10 @@ impl Config {
                 conflicts.push(format!("{at} = {value} exceeds {step_at} = {step}: {reason}"));
             }
         }
-        let (adapters, slots) = (self.model.adapters.len(), self.model.adapter_slots);
-        if adapters > slots as usize {
+        let adapters = self.model.adapters.len();
+        if let Some(slots) = self.model.adapter_slots.set()
+            && adapters > slots as usize
+        {
             let (at, slots_at) = (self.at("model.adapters"), self.at("model.adapter_slots"));
             let excess = format!("{at} has {adapters} adapters, more than {slots_at} = {slots}");
             conflicts.push(format!("{excess}: each adapter takes a slot"));

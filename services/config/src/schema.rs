@@ -67,12 +67,13 @@ section! {
             "With parse a client can end its own message and write a system message.";
         /// LoRA adapters that a node loads at start, each as NAME=FOLDER. The folder has PEFT's
         /// adapter_config.json and adapter_model.safetensors. Clients name the adapter as
-        /// MODEL:NAME. Only nodes on CPUs have adapters.
+        /// MODEL:NAME.
         adapters: Vec<Pair> = Vec::new(),
             "The weights of an adapter are read when the node starts.";
         /// Maximum number of LoRA adapters of a node.
-        adapter_slots: u32 = 8,
-            "Each adapter takes memory for its matrices; eight of rank 16 for a model of 8B parameters take 1.2 GB.",
+        adapter_slots: Auto<u32> = Auto::Derived,
+            "As many as model.adapters, on CPUs at least 8. On GPUs each slot takes memory from the \
+             start: 0.34 GB for a rank of 64 and a model of 8B parameters.",
             0..=64;
         /// Maximum rank of a LoRA adapter.
         adapter_rank_max: u32 = 64,

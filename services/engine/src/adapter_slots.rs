@@ -4,6 +4,8 @@ use std::path::Path;
 
 use model::{Adapter, ModelError};
 
+use crate::executor::ExecutorError;
+
 /// Maximum number of adapters that an executor holds.
 pub const ADAPTER_SLOTS_MAX: u32 = 64;
 
@@ -14,5 +16,11 @@ pub trait AdapterSlots: Send + Sync {
     fn open(&self, folder: &Path, rank_max: u32) -> Result<Adapter, ModelError>;
 
     /// Replaces the adapter in a slot that no sequence uses; `None` empties the slot.
-    fn set(&self, slot: u32, adapter: Option<Adapter>);
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn set(&self, slot: u32, adapter: Option<Adapter>) -> Result<(), ExecutorError>;
+
+    /// Returns the bytes of host memory that an adapter in a slot takes.
+    fn bytes(&self, adapter: &Adapter) -> u64;
 }

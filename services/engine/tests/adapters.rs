@@ -26,7 +26,7 @@ fn load(engine: &mut CpuEngine) -> [Arc<LoadedAdapter>; 2] {
         adapter::write(folder.path(), SHAPE, 4, seed, 0.5).unwrap();
         let adapter = slots.open(folder.path(), 8).unwrap();
         let content_hash = adapter.content_hash();
-        slots.set(slot, Some(adapter));
+        slots.set(slot, Some(adapter)).unwrap();
         Arc::new(LoadedAdapter { slot, content_hash })
     })
 }

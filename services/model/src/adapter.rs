@@ -10,7 +10,11 @@ use std::{
     sync::{Arc, PoisonError, RwLock, RwLockReadGuard},
 };
 
-use kernels::{Shard, backend::LowRankUpdate};
+use kernels::{
+    Backend, Shard,
+    backend::{LowRankShape, LowRankUpdate},
+    cpu::CpuLowRank,
+};
 use safetensors::{SafeTensors, tensor::TensorView};
 use serde_json::Value;
 use xxhash_rust::xxh3::Xxh3;
@@ -63,28 +67,31 @@ const REFUSED: [&str; 15] = [
 #[derive(Debug)]
 pub struct Adapter {
     content_hash: u128,
+    rank: usize,
     layers: Vec<PerMatrix<Vec<LowRankUpdate>>>,
 }
 
 /// A value for each matrix of a layer of a dense model.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct PerMatrix<T> {
+pub struct PerMatrix<T> {
     pub qkv: T,
     pub output: T,
     pub gate_up: T,
     pub down: T,
 }
 
-/// Adapters of a model, by slot. Clones share the table, so that adapters can be loaded while steps
-/// run.
-#[derive(Clone, Debug)]
-pub struct AdapterTable {
-    layers: Arc<RwLock<Vec<LayerSlots>>>,
+/// Adapters of a model, by slot: a backend's updates of each matrix of each layer. Clones share the
+/// table, so that adapters can be loaded while steps run.
+#[derive(Debug)]
+pub struct AdapterTable<L> {
+    layers: Arc<RwLock<Vec<PerMatrix<L>>>>,
 }
 
-/// Updates of one matrix by the adapters in all slots: `[slot][update]`.
-pub(crate) type MatrixSlots = Vec<Vec<LowRankUpdate>>;
-pub(crate) type LayerSlots = PerMatrix<MatrixSlots>;
+impl<L> Clone for AdapterTable<L> {
+    fn clone(&self) -> Self {
+        Self { layers: Arc::clone(&self.layers) }
+    }
+}
 
 impl<T> PerMatrix<T> {
     fn try_map<U, E>(self, mut map: impl FnMut(T) -> Result<U, E>) -> Result<PerMatrix<U>, E> {
@@ -95,16 +102,49 @@ impl<T> PerMatrix<T> {
             down: map(self.down)?,
         })
     }
-}
 
-impl AdapterTable {
-    pub(crate) fn new(layer_count: usize, slot_count: usize) -> Self {
-        let empty = || vec![Vec::new(); slot_count];
-        let layer = || PerMatrix { qkv: empty(), output: empty(), gate_up: empty(), down: empty() };
-        let layers: Vec<_> = (0..layer_count).map(|_| layer()).collect();
-        Self { layers: Arc::new(RwLock::new(layers)) }
+    fn map<U>(self, mut map: impl FnMut(T) -> U) -> PerMatrix<U> {
+        let Self { qkv, output, gate_up, down } = self;
+        PerMatrix { qkv: map(qkv), output: map(output), gate_up: map(gate_up), down: map(down) }
     }
 
+    /// Returns the value of each matrix.
+    pub fn each(&self) -> [&T; 4] {
+        [&self.qkv, &self.output, &self.gate_up, &self.down]
+    }
+}
+
+impl<L> AdapterTable<L> {
+    /// Creates empty slots. A model with experts has none.
+    pub(crate) fn new<B: Backend<LowRank = L>>(
+        backend: &B,
+        config: &ModelConfig,
+        slot_count: usize,
+    ) -> Self {
+        let layer_count = if config.experts().is_some() { 0 } else { config.layer_count };
+        let layers = (0..layer_count).map(|layer| {
+            TARGETS.map(|targets| {
+                let parts = targets
+                    .iter()
+                    .map(|&target| Weight::Layer(layer, target).part(config, backend.shard()));
+                let parts: Vec<_> = parts.collect();
+                let shape = LowRankShape {
+                    inputs: parts[0].cols.len(),
+                    ranges: parts.iter().map(|part| part.rows.len()).collect(),
+                };
+                backend.low_rank(slot_count, &shape)
+            })
+        });
+        Self { layers: Arc::new(RwLock::new(layers.collect())) }
+    }
+
+    /// Returns the updates of each layer.
+    pub fn read(&self) -> RwLockReadGuard<'_, Vec<PerMatrix<L>>> {
+        self.layers.read().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl AdapterTable<CpuLowRank> {
     /// Replaces the adapter in a slot; `None` empties the slot, so that its rows compute the base
     /// model. Blocks until the running forward pass ends.
     ///
@@ -123,10 +163,6 @@ impl AdapterTable {
             slots.gate_up[slot] = updates.gate_up;
             slots.down[slot] = updates.down;
         }
-    }
-
-    pub(crate) fn read(&self) -> RwLockReadGuard<'_, Vec<LayerSlots>> {
-        self.layers.read().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -168,7 +204,7 @@ impl Adapter {
         let mut hash = Xxh3::new();
         hash.update(&scale.to_le_bytes());
         hash.update(&bytes);
-        Ok(Self { content_hash: hash.digest128(), layers })
+        Ok(Self { content_hash: hash.digest128(), rank, layers })
     }
 
     /// Returns the maximum memory in bytes for opening the adapter in `folder`: its weight file and
@@ -186,10 +222,20 @@ impl Adapter {
     /// Returns the bytes of the matrices in memory.
     pub fn bytes(&self) -> u64 {
         let matrices = |it: &PerMatrix<Vec<LowRankUpdate>>| {
-            let updates = [&it.qkv, &it.output, &it.gate_up, &it.down].into_iter().flatten();
+            let updates = it.each().into_iter().flatten();
             updates.map(|update| update.a.len() + update.b.len()).sum::<usize>()
         };
         4 * self.layers.iter().map(matrices).sum::<usize>() as u64
+    }
+
+    /// Returns the rank of all updates.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Returns the updates of each matrix of each layer.
+    pub fn layers(&self) -> &[PerMatrix<Vec<LowRankUpdate>>] {
+        &self.layers
     }
 
     /// Returns the xxh3-128 hash of the scale and of the file of the weights. KV of the adapter is

@@ -12,7 +12,7 @@ use kernels::{
 };
 
 use crate::{
-    adapter::{AdapterTable, MatrixSlots},
+    adapter::AdapterTable,
     checkpoint::Checkpoint,
     config::ModelConfig,
     error::ModelError,
@@ -37,7 +37,7 @@ pub struct Transformer<B: Backend> {
     window_rope_frequencies: Option<B::Vector>,
     /// `None` while other weights are packed in their place.
     weights: Option<TransformerWeights<B::Matrix, B::Vector>>,
-    adapters: AdapterTable,
+    adapters: AdapterTable<B::LowRank>,
     activations: Activations<B>,
 }
 
@@ -409,7 +409,7 @@ impl<B: Backend> Transformer<B> {
             window_rope_frequencies: config
                 .window_rope_frequencies()
                 .map(|frequencies| backend.vector(&frequencies)),
-            adapters: AdapterTable::new(config.layer_count, limits.adapter_slots),
+            adapters: AdapterTable::new(backend, &config, limits.adapter_slots),
             config,
             shard,
             limits,
@@ -440,7 +440,7 @@ impl<B: Backend> Transformer<B> {
     }
 
     /// Returns the adapters of the model.
-    pub fn adapters(&self) -> &AdapterTable {
+    pub fn adapters(&self) -> &AdapterTable<B::LowRank> {
         &self.adapters
     }
 
@@ -523,14 +523,8 @@ impl<B: Backend> Transformer<B> {
             let of_window = window.and(self.window_rope_frequencies.as_ref());
             let frequencies = of_window.unwrap_or(&self.rope_frequencies);
             let head_weights = layer.mixer.head_weights(frequencies, eps);
-            match adapters {
-                None => backend.project_heads(index, heads, (&*normed, w), head_weights, qkv, step),
-                Some(adapters) => {
-                    backend.matmul(rows, normed, w, qkv);
-                    backend.add_low_rank(rows, normed, &adapters.qkv, step, qkv);
-                    backend.store_kv(index, heads, head_weights, qkv, step);
-                }
-            }
+            let operands = (&*normed, w, adapters.map(|adapters| &adapters.qkv));
+            backend.project_heads(index, heads, operands, head_weights, qkv, step);
             // A prefill chunk that does not end its prompt only stores its KV.
             if next.is_none() && sampled_rows == 0 {
                 return logits;
@@ -547,27 +541,22 @@ impl<B: Backend> Transformer<B> {
             }
             let norm = (&layer.feed_forward_norm, eps);
             let product = (attended, output, output_bias.as_ref(), post_norm.as_ref());
-            let of_step = (&*step, adapters.map(|adapters| &adapters.output));
-            project_onto_residual(backend, rows, product, of_step, (delta, residual), norm, normed);
+            let updates = adapters.map(|adapters| (&adapters.output, &*step));
+            let stream = (&mut *delta, &mut *residual);
+            project_onto_residual(backend, rows, product, updates, stream, norm, normed);
 
             let norm = (next.map_or(&weights.output_norm, |next| &next.mixer_norm), eps);
             match &layer.feed_forward {
                 FeedForwardWeights::Gated { gate_up: w, down, activation, post_norm } => {
-                    match adapters {
-                        None => {
-                            let product = (&*normed, w);
-                            backend.project_gated(*activation, rows, product, gate_up, activated);
-                        }
-                        Some(adapters) => {
-                            backend.matmul(rows, normed, w, gate_up);
-                            backend.add_low_rank(rows, normed, &adapters.gate_up, step, gate_up);
-                            backend.activate(*activation, rows, gate_up, activated);
-                        }
-                    }
+                    let (product, updates) = (
+                        (&*normed, w),
+                        adapters.map(|adapters| (&adapters.gate_up, &*step)),
+                    );
+                    backend.project_gated(*activation, rows, product, updates, gate_up, activated);
                     let product = (&*activated, down, None, post_norm.as_ref());
-                    let of_step = (&*step, adapters.map(|adapters| &adapters.down));
+                    let updates = adapters.map(|adapters| (&adapters.down, &*step));
                     let stream = (&mut *delta, residual);
-                    project_onto_residual(backend, rows, product, of_step, stream, norm, normed);
+                    backend.project_onto_residual(rows, product, updates, stream, norm, normed);
                 }
                 FeedForwardWeights::Experts(experts) => {
                     let weights = experts.borrowed();
@@ -583,32 +572,37 @@ impl<B: Backend> Transformer<B> {
     }
 }
 
-/// Computes [`Backend::project_onto_residual`] with the updates of the rows' adapters and the norm
-/// `post` of what is added to the residual stream.
+/// Computes [`Backend::project_onto_residual`] with the norm `post` of what is added to the residual
+/// stream.
 fn project_onto_residual<B: Backend>(
     backend: &mut B,
     rows: usize,
     (x, w, bias, post): (&B::Buffer, &B::Matrix, Option<&B::Vector>, Option<&B::Vector>),
-    (step, adapters): (&B::Step, Option<&MatrixSlots>),
+    updates: Option<(&B::LowRank, &B::Step)>,
     (delta, residual): (&mut B::Buffer, &mut B::Buffer),
     (norm, eps): (&B::Vector, f32),
     out: &mut B::Buffer,
 ) {
-    if adapters.is_none() && post.is_none() {
-        let product = (x, w, bias);
-        return backend.project_onto_residual(rows, product, delta, residual, (norm, eps), out);
-    }
+    let Some(post) = post else {
+        let stream = (delta, residual);
+        return backend.project_onto_residual(
+            rows,
+            (x, w, bias),
+            updates,
+            stream,
+            (norm, eps),
+            out,
+        );
+    };
     backend.matmul(rows, x, w, delta);
-    if let Some(adapters) = adapters {
-        backend.add_low_rank(rows, x, adapters, step, delta);
+    if let Some((updates, step)) = updates {
+        backend.add_low_rank(rows, x, updates, step, delta);
     }
     backend.all_reduce(rows, delta);
     if let Some(bias) = bias {
         backend.add_bias(rows, bias, delta);
     }
-    if let Some(post) = post {
-        backend.rms_norm_in_place(rows, delta, post, eps);
-    }
+    backend.rms_norm_in_place(rows, delta, post, eps);
     backend.add_rms_norm(rows, residual, delta, norm, eps, out);
 }
 

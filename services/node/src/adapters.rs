@@ -11,7 +11,7 @@ use std::{
 
 use cluster::{ADAPTER_NAME_ALLOWED, Adapter, is_adapter_name};
 use config::Config;
-use engine::{adapter::LoadedAdapter, adapter_slots::AdapterSlots};
+use engine::{adapter::LoadedAdapter, adapter_slots::AdapterSlots, executor::ExecutorError};
 use kernels::Shard;
 use model::{ModelConfig, ModelError};
 use tracing::info;
@@ -19,7 +19,7 @@ use tracing::info;
 use crate::{
     memory_limit::{self, HostBytes, MemoryShare},
     node_core::Refusal,
-    settings::SettingsError,
+    settings::{self, SettingsError},
     start_error::NodeStartError,
 };
 
@@ -30,8 +30,8 @@ pub enum AdapterError {
     Model(#[from] ModelError),
     #[error(transparent)]
     Memory(#[from] SettingsError),
-    #[error("the node computes on a GPU; expected node.device = cpu")]
-    Gpu,
+    #[error(transparent)]
+    Executor(#[from] ExecutorError),
     #[error("the node has ranks; expected node.tp = 1, or the adapter in model.adapters at start")]
     Ranks,
     #[error(
@@ -67,14 +67,13 @@ enum AdapterLoader {
     Executor(Arc<dyn AdapterSlots>),
     /// Every rank loads its own part at start.
     Ranks(Box<ModelConfig>),
-    Gpu,
 }
 
 struct SlotAdapter {
     /// `None` once the adapter was unloaded.
     name: Option<String>,
     loaded: Arc<LoadedAdapter>,
-    /// Memory of the matrices in bytes.
+    /// Host memory of the matrices in bytes.
     bytes: u64,
 }
 
@@ -100,11 +99,10 @@ impl NodeAdapters {
         model_bytes: HostBytes,
     ) -> Result<Self, NodeStartError> {
         let loader = match slots {
-            _ if is_gpu => AdapterLoader::Gpu,
             Some(slots) => AdapterLoader::Executor(slots),
             None => AdapterLoader::Ranks(Box::new(model.clone())),
         };
-        let slot_count = config.model.adapter_slots as usize;
+        let slot_count = settings::adapter_slots(&config.model, is_gpu);
         let adapters = Self(Arc::new(AdaptersState {
             loader,
             rank_max: config.model.adapter_rank_max,
@@ -137,7 +135,7 @@ impl NodeAdapters {
         if !is_adapter_name(name) {
             return Err(AdapterError::Name);
         }
-        state.free_ended();
+        state.free_ended()?;
         let taken: u64 = state.slots().iter().flatten().map(|it| it.bytes).sum();
         let HostBytes { weights, kv } = state.model_bytes;
         let open_bytes = model::Adapter::open_bytes(folder);
@@ -149,13 +147,17 @@ impl NodeAdapters {
             AdapterLoader::Ranks(model) => {
                 model::Adapter::open(folder, model, Shard::WHOLE, state.rank_max as usize)?
             }
-            AdapterLoader::Gpu => return Err(AdapterError::Gpu),
         };
-        let (content_hash, bytes) = (adapter.content_hash(), adapter.bytes());
+        let content_hash = adapter.content_hash();
         let Some(slot) = state.free_slot(name, content_hash)? else { return Ok(content_hash) };
-        if let AdapterLoader::Executor(slots) = &state.loader {
-            slots.set(slot, Some(adapter));
-        }
+        let bytes = match &state.loader {
+            AdapterLoader::Executor(slots) => {
+                let bytes = slots.bytes(&adapter);
+                slots.set(slot, Some(adapter))?;
+                bytes
+            }
+            AdapterLoader::Ranks(_) => adapter.bytes(),
+        };
         let loaded = Arc::new(LoadedAdapter { slot, content_hash });
         let name = name.to_owned();
         let content_hash_hex = format_args!("{content_hash:032x}");
@@ -184,7 +186,7 @@ impl NodeAdapters {
             let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
             return Err(AdapterError::Unknown { known });
         };
-        state.free_ended();
+        state.free_ended()?;
         info!(name, sequences, "unloaded an adapter");
         Ok(sequences)
     }
@@ -218,12 +220,31 @@ impl NodeAdapters {
     #[cfg(test)]
     pub(crate) fn none() -> Self {
         Self(Arc::new(AdaptersState {
-            loader: AdapterLoader::Gpu,
+            loader: AdapterLoader::Executor(Arc::new(NoSlots)),
             rank_max: 0,
             share: None,
             model_bytes: HostBytes::default(),
             slots: Mutex::default(),
         }))
+    }
+}
+
+/// Slots of a node that has none.
+#[cfg(test)]
+struct NoSlots;
+
+#[cfg(test)]
+impl AdapterSlots for NoSlots {
+    fn open(&self, _folder: &Path, _rank_max: u32) -> Result<model::Adapter, ModelError> {
+        unreachable!("tests open no adapter")
+    }
+
+    fn set(&self, _slot: u32, _adapter: Option<model::Adapter>) -> Result<(), ExecutorError> {
+        unreachable!("tests open no adapter")
+    }
+
+    fn bytes(&self, _adapter: &model::Adapter) -> u64 {
+        0
     }
 }
 
@@ -247,16 +268,17 @@ impl AdaptersState {
     }
 
     /// Empties the slots of unloaded adapters that no sequence uses any more.
-    fn free_ended(&self) {
-        let AdapterLoader::Executor(executor) = &self.loader else { return };
+    fn free_ended(&self) -> Result<(), ExecutorError> {
+        let AdapterLoader::Executor(executor) = &self.loader else { return Ok(()) };
         let ended = |it: &SlotAdapter| it.name.is_none() && it.sequences() == 0;
         let is_ended = |slot: &Option<SlotAdapter>| slot.as_ref().is_some_and(ended);
         let found: Vec<bool> = self.slots().iter().map(is_ended).collect();
         for slot in (0..found.len()).filter(|slot| found[*slot]) {
             // `set` waits for the running step, so it runs without the lock that attempts take.
-            executor.set(slot as u32, None);
+            executor.set(slot as u32, None)?;
             self.slots()[slot] = None;
         }
+        Ok(())
     }
 }
 
@@ -275,7 +297,7 @@ pub(crate) fn load_rank(
     for (slot, pair) in (0..).zip(&config.model.adapters) {
         let adapter = slots.open(Path::new(&pair.value), config.model.adapter_rank_max);
         let adapter = adapter.map_err(|error| not_loaded(&pair.name, error.into()))?;
-        slots.set(slot, Some(adapter));
+        slots.set(slot, Some(adapter)).map_err(|error| not_loaded(&pair.name, error.into()))?;
     }
     Ok(())
 }

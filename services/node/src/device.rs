@@ -20,8 +20,9 @@ use kernels::{
     KvArena, KvLayout, WeightFormat,
     cpu::{CpuBackend, CpuGroup, CpuOptions},
     cuda::{
-        Context, CudaBackend, CudaError, CudaOptions, DeviceKv, Driver, KernelLibrary, Link,
-        RankedKv, TuningResult, TuningSettings, nccl_link_bytes, nccl_reserved_sms,
+        AdapterSizes, Context, CudaBackend, CudaError, CudaOptions, DeviceKv, Driver,
+        KernelLibrary, Link, RankedKv, TuningResult, TuningSettings, nccl_link_bytes,
+        nccl_reserved_sms,
     },
 };
 use kv_transfer::PRECONNECTED_PAIRS_MAX;
@@ -226,7 +227,9 @@ pub(crate) fn open_gpu(
 ) -> Result<CudaBackend, CudaError> {
     let node = &config.node;
     let reserved_sms = reserved_sms(config);
-    let options = CudaOptions { reserved_sms, ..CudaOptions::new(weights) };
+    let slots = settings::adapter_slots(&config.model, true);
+    let adapters = AdapterSizes { slots, rank_max: config.model.adapter_rank_max as usize };
+    let options = CudaOptions { reserved_sms, adapters, ..CudaOptions::new(weights) };
     let backend = CudaBackend::open(gpu, kernels(node).as_deref(), options)?;
     let device = backend.context().device();
     let kernels = backend.library().build();

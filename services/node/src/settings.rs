@@ -268,6 +268,17 @@ fn speculation(node: &config::Node) -> Option<Speculation> {
     }
 }
 
+/// Slots of adapters of a node on CPUs. A slot without adapter takes no memory there, but eight
+/// adapters of rank 16 for a model of 8B parameters take 1.2 GB.
+const CPU_ADAPTER_SLOTS: usize = 8;
+
+/// Returns the number of slots of adapters. A slot takes memory of a GPU even without an adapter.
+pub(crate) fn adapter_slots(model: &config::Model, is_gpu: bool) -> usize {
+    let listed = model.adapters.len();
+    let derived = if is_gpu { listed } else { listed.max(CPU_ADAPTER_SLOTS) };
+    model.adapter_slots.set().map_or(derived, |slots| slots as usize)
+}
+
 pub(crate) fn weight_format(dtype: config::Dtype) -> WeightFormat {
     match dtype {
         config::Dtype::F32 => WeightFormat::F32,

@@ -210,6 +210,7 @@ fn on_gpu(
         let gpu = device::open_gpu(config, weights, Some(gpu))?;
         let ReadyGpu { executor, kv, .. } =
             device::start_gpu(gpu, config, &checkpoint, layout, start.sizes, Some(rank))?;
+        adapters::load_rank(config, executor.adapter_slots().as_deref())?;
         let handle = IpcMemory::new(kv).export().map_err(CudaExecutorError::Connect)?;
         info!(rank = spec.rank, of = spec.of, "loaded the rank's part of the weights onto its GPU");
         Ok((Box::new(executor) as Box<dyn Executor>, handle))

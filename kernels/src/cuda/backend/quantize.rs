@@ -17,7 +17,7 @@ use crate::{
 /// the precision of bf16.
 const SPLIT_ROWS_MAX: usize = 32;
 /// Maximum number of quantized rows that are always written in bf16 too. More rows are written in
-/// bf16 only for the router of experts.
+/// bf16 only for the router of experts and for adapters.
 const MIRRORED_ROWS_MAX: usize = 256;
 /// Minimum number of FP8 rows for which there is memory: two parts of each of [`SPLIT_ROWS_MAX`]
 /// rows.
@@ -111,7 +111,8 @@ impl CudaBackend {
         gate_up: &CudaBuffer,
         out: &CudaBuffer,
     ) -> bool {
-        self.quantize_into(rows, Source::Gated(gate_up), out, rows <= MIRRORED_ROWS_MAX)
+        let is_mirrored = rows <= MIRRORED_ROWS_MAX || self.has_adapters.get();
+        self.quantize_into(rows, Source::Gated(gate_up), out, is_mirrored)
     }
 
     fn quantize_into(

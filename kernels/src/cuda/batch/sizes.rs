@@ -52,8 +52,8 @@ pub(super) fn lay_out(
 
 /// Byte sizes of the arrays of pool and step, in the order of their structs.
 pub(super) struct BatchArraySizes {
-    pool: [usize; 6],
-    step: [usize; 14],
+    pool: [usize; 7],
+    step: [usize; 16],
     table_width: usize,
     pages: usize,
 }
@@ -73,6 +73,7 @@ impl BatchArraySizes {
             slots * table_width * 4,
             slots * limits.stops as usize * 4,
             slots * sample::rule_words(limits) * 4,
+            slots * 4,
         ];
         let step = [
             rows,
@@ -89,6 +90,8 @@ impl BatchArraySizes {
             samples,
             samples,
             8,
+            rows,
+            samples,
         ]
         .map(|count| count * 4);
         Self { pool, step, table_width, pages }
@@ -138,26 +141,29 @@ impl BatchArraySizes {
             zero_block: blocks.zero_block() as i32,
             group_count: groups.count() as i32,
             windows,
+            adapters: at[6],
         };
         let step = ffi::StepArrays {
-            row_tokens: at[6],
-            row_positions: at[7],
-            row_destinations: at[8],
-            row_sequences: at[9],
-            row_indptr: at[10],
-            page_indptr: at[11],
-            page_indices: at[12],
-            last_page_tokens: at[13],
-            kv_lengths: at[14],
-            sequence_slots: at[15],
-            sampled_rows: at[16],
-            sample_slots: at[17],
-            sample_masks: at[18],
-            counts: at[19],
+            row_tokens: at[7],
+            row_positions: at[8],
+            row_destinations: at[9],
+            row_sequences: at[10],
+            row_indptr: at[11],
+            page_indptr: at[12],
+            page_indices: at[13],
+            last_page_tokens: at[14],
+            kv_lengths: at[15],
+            sequence_slots: at[16],
+            sampled_rows: at[17],
+            sample_slots: at[18],
+            sample_masks: at[19],
+            counts: at[20],
             rows_max: limits.rows as i32,
             sequences_max: limits.slots as i32,
             pages_max: self.pages as i32,
             samples_max: limits.samples as i32,
+            row_adapters: at[21],
+            sample_adapters: at[22],
         };
         let places = groups.places();
         BatchMemory { kv, pool, step, blocks, groups, places, _ranges: ranges }

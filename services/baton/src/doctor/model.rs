@@ -94,11 +94,13 @@ impl ModelReport {
 
 /// Returns the memory of LoRA adapters of the model, or the reason why nodes refuse them.
 fn adapters(config: &ModelConfig, is_gpu: bool) -> String {
-    if is_gpu {
-        return "none: GPUs refuse LoRA adapters".to_owned();
-    }
+    // GPUs store adapters in bf16.
+    let divisor = if is_gpu { 2 } else { 1 };
     match Adapter::bytes_of_rank(config, 16) {
-        Some(bytes) => format!("LoRA, {} MiB for rank 16 on all matrices", bytes.div_ceil(1 << 20)),
+        Some(bytes) => {
+            let mib = (bytes / divisor).div_ceil(1 << 20);
+            format!("LoRA, {mib} MiB for rank 16 on all matrices")
+        }
         None => "none: models with experts refuse LoRA adapters".to_owned(),
     }
 }

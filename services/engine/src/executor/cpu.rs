@@ -20,8 +20,8 @@ use std::{
 use kernels::{
     Backend, KvArena, KvGroups, Shard,
     cpu::{
-        CpuBackend, CpuError, CpuGroupError, CpuMatrix, CpuStep, CpuVector, SampleError, SampleRow,
-        StepSequence,
+        CpuBackend, CpuError, CpuGroupError, CpuLowRank, CpuMatrix, CpuStep, CpuVector,
+        SampleError, SampleRow, StepSequence,
     },
     sampling::{Pooling, SampledToken, TokenLogprobs},
 };
@@ -128,7 +128,7 @@ impl WeightUpdate for CpuShadow {
 
 /// The adapters of the model, or of one rank's shard of it.
 struct CpuAdapters {
-    table: AdapterTable,
+    table: AdapterTable<CpuLowRank>,
     config: ModelConfig,
     shard: Shard,
 }
@@ -138,8 +138,13 @@ impl AdapterSlots for CpuAdapters {
         Adapter::open(folder, &self.config, self.shard, rank_max as usize)
     }
 
-    fn set(&self, slot: u32, adapter: Option<Adapter>) {
+    fn set(&self, slot: u32, adapter: Option<Adapter>) -> Result<(), ExecutorError> {
         self.table.set(slot as usize, adapter);
+        Ok(())
+    }
+
+    fn bytes(&self, adapter: &Adapter) -> u64 {
+        adapter.bytes()
     }
 }
 

@@ -7,6 +7,7 @@
 //! finds the draft tokens and accepts them, so the mirrored lengths of rows with draft tokens in
 //! flight are upper bounds.
 
+mod adapters;
 mod graphs;
 mod kv_size;
 mod loaded_model;
@@ -37,10 +38,13 @@ use kernels::{
 };
 use model::{FeedForward, ModelConfig, ModelError, Transformer};
 
-use self::graphs::{CaptureTarget, Graphs};
 pub use self::kv_size::{KvRoom, KvShare, kv_blocks};
 pub use self::loaded_model::{CudaModel, LoadTimes};
 pub use self::rank::{CudaRank, join};
+use self::{
+    adapters::CudaAdapters,
+    graphs::{CaptureTarget, Graphs},
+};
 use self::{
     rows::{DeviceRows, RowSamples},
     shadow::CudaShadow,
@@ -49,8 +53,9 @@ use super::{
     CollectWaker, Executor, ExecutorError, ExecutorLimits, ModelMismatch, POLL_MAX, Speculation,
     WeightUpdate, batch::ScheduledRow, poll, worker::Worker,
 };
-use crate::plan::{
-    Dispatch, RowFailure, RowMask, RowResult, Span, StepId, StepPlan, StepResult, StepRun,
+use crate::{
+    adapter_slots::AdapterSlots,
+    plan::{Dispatch, RowFailure, RowMask, RowResult, Span, StepId, StepPlan, StepResult, StepRun},
 };
 
 /// Error of starting a CUDA executor.
@@ -106,6 +111,7 @@ pub struct CudaExecutor {
     polls: bool,
     /// `None`: the weights cannot change.
     shadow: Option<Arc<CudaShadow>>,
+    adapters: Arc<CudaAdapters>,
 }
 
 /// Host state of a step in flight.
@@ -175,6 +181,12 @@ impl CudaExecutor {
             clock: &mut clock,
         };
         let graphs = Graphs::capture(parts, &limits)?;
+        let adapters = Arc::new(CudaAdapters {
+            table: model.adapters().clone(),
+            writer: backend.low_rank_writer()?,
+            config: model.config().clone(),
+            shard: model.shard(),
+        });
         let context = Arc::clone(backend.context());
         let mut bound = None;
         let wait = move |job: GpuJob| {
@@ -208,6 +220,7 @@ impl CudaExecutor {
             worker,
             polls: true,
             shadow,
+            adapters,
         })
     }
 
@@ -275,6 +288,7 @@ impl CudaExecutor {
                     Some(KnownDrafts { slot: slot.0, length, tokens })
                 })
                 .collect::<Vec<_>>(),
+            has_adapters: step.has_adapters,
         };
         let outputs = SampleOutputs { wants_logprobs: step.wants_logprobs, pooled: step.pooled };
         let results = step.scheduled.iter().map(|row| self.rows.unsampled(row)).collect();
@@ -294,7 +308,7 @@ impl CudaExecutor {
             drop(planning);
             let _launching = range(c"launch");
             if prepared.rows() > 0 {
-                match self.graphs.of(dispatch, verified) {
+                match self.graphs.of(dispatch, verified, input.has_adapters) {
                     Some(graph) => graph.launch(backend.compute())?,
                     None => _ = self.model.forward(backend, &mut prepared),
                 }
@@ -468,6 +482,10 @@ impl Executor for CudaExecutor {
         self.worker.waker()
     }
 
+    fn adapter_slots(&self) -> Option<Arc<dyn AdapterSlots>> {
+        Some(self.adapters.clone())
+    }
+
     fn weight_update(&self) -> Option<Arc<dyn WeightUpdate>> {
         self.shadow.clone().map(|shadow| shadow as Arc<dyn WeightUpdate>)
     }
@@ -518,6 +536,7 @@ fn admission(row: &crate::plan::AdmittedRow) -> Admission<'_> {
         position: row.computed,
         blocks: &row.blocks,
         sampling: &row.sampling,
+        adapter: row.adapter,
     }
 }
 

@@ -1,9 +1,10 @@
 //! CUDA graphs of decode steps, captured before serving and replayed.
 //!
 //! A graph has a fixed number of rows. A graph that verifies draft tokens has a fixed number of
-//! tokens per row, too. A decode step is padded to the next larger graph. Padding rows write to a
-//! KV block that no sequence uses. The inputs of a step are on the device, so a replay needs only
-//! the step's plan.
+//! tokens per row, too. With slots of adapters there are two graphs of each size: one adds the
+//! updates of adapters, the other serves steps without adapters. A decode step is padded to the
+//! next larger graph. Padding rows write to a KV block that no sequence uses. The inputs of a step
+//! are on the device, so a replay needs only the step's plan.
 //!
 //! Steps with prefill rows are launched kernel by kernel: their shapes vary, and their kernels run
 //! longer than a launch takes.
@@ -29,15 +30,23 @@ const ROWS_MAX: u32 = 512;
 
 #[derive(Debug)]
 pub(super) struct Graphs {
-    /// Numbers of rows that decode steps are padded to, ascending, each with its graph if one was
+    /// Numbers of rows that decode steps are padded to, ascending, each with its graphs if they were
     /// captured.
-    sizes: Vec<(u32, Option<Graph>)>,
+    sizes: Vec<(u32, Option<SizeGraphs>)>,
     /// Numbers of rows and tokens per row of steps with draft tokens, ascending, each with its
-    /// graph if one was captured.
-    verifying: Vec<((u32, u32), Option<Graph>)>,
+    /// graphs if they were captured.
+    verifying: Vec<((u32, u32), Option<SizeGraphs>)>,
     /// Whether the configuration enables CUDA graphs.
     is_on: bool,
     limits: ExecutorLimits,
+}
+
+/// Graphs of steps of one size.
+#[derive(Debug)]
+struct SizeGraphs {
+    base: Graph,
+    /// Graph of steps with adapters; `None` without slots of adapters.
+    adapted: Option<Graph>,
 }
 
 /// Model, backend and batch that run the forward passes of a capture.
@@ -50,7 +59,7 @@ pub(super) struct CaptureTarget<'a> {
 
 impl CaptureTarget<'_> {
     /// Prefills one prompt of `tokens` tokens in the first slot.
-    fn prefill(&mut self, tokens: u32) -> Result<(), CudaError> {
+    fn prefill(&mut self, tokens: u32, has_adapters: bool) -> Result<(), CudaError> {
         let entries = self.model.config().kv_groups().entries(tokens as usize);
         let blocks: Vec<_> = (0..entries as u32).map(BlockId).collect();
         let admission = Admission {
@@ -60,16 +69,45 @@ impl CaptureTarget<'_> {
             position: 0,
             blocks: &blocks,
             sampling: &Sampling::greedy(),
+            adapter: None,
         };
         let sequence = StepRows { slot: 0, position: 0, rows: tokens, samples: 1 };
-        self.step(&StepInput { admissions: &[admission], sequences: &[sequence], ..EMPTY })
+        let (admissions, sequences) = (&[admission][..], &[sequence][..]);
+        self.step(&StepInput { admissions, sequences, has_adapters, ..EMPTY })
     }
 
-    /// Captures a decode step. With `verified` above 0, every row has this many tokens.
-    fn capture(&mut self, rows: u32, verified: u32) -> Result<Graph, CudaError> {
+    /// Runs a decode step, then captures its graphs unless `is_run_only`. With `drafts`, the step
+    /// verifies draft tokens.
+    fn capture(
+        &mut self,
+        rows: u32,
+        drafts: Option<Drafts>,
+        is_run_only: bool,
+    ) -> Result<Option<SizeGraphs>, CudaError> {
+        let base = self.capture_with(rows, drafts, is_run_only, false)?;
+        let has_slots = self.backend.has_adapter_slots();
+        let adapted = match has_slots {
+            true => self.capture_with(rows, drafts, is_run_only, true)?,
+            false => None,
+        };
+        Ok(base.map(|base| SizeGraphs { base, adapted }))
+    }
+
+    fn capture_with(
+        &mut self,
+        rows: u32,
+        drafts: Option<Drafts>,
+        is_run_only: bool,
+        has_adapters: bool,
+    ) -> Result<Option<Graph>, CudaError> {
+        self.step(&StepInput { rows_min: rows, drafts, has_adapters, ..EMPTY })?;
+        if is_run_only {
+            return Ok(None);
+        }
         let Self { model, backend, batch, .. } = self;
-        let mut step = batch.filling(rows, verified);
-        backend.capture(|backend| _ = model.forward(backend, &mut step))
+        let verified = drafts.map_or(0, |drafts| drafts.rows);
+        let mut step = batch.filling(rows, verified, has_adapters);
+        backend.capture(|backend| _ = model.forward(backend, &mut step)).map(Some)
     }
 
     /// Runs one step and waits for it.
@@ -99,7 +137,10 @@ impl Graphs {
         let longest =
             longest.min(u32::try_from(groups.tokens(limits.blocks as usize)).unwrap_or(u32::MAX));
         for tokens in [longest, longest.min(32)] {
-            parts.prefill(tokens)?;
+            parts.prefill(tokens, false)?;
+            if parts.backend.has_adapter_slots() {
+                parts.prefill(tokens, true)?;
+            }
         }
         let prefilled = started.elapsed();
         let heads = parts.model.config().head_shape_of(parts.model.shard());
@@ -109,17 +150,13 @@ impl Graphs {
         let mut sizes = Vec::new();
         // Capture the largest graph first: it needs the largest shared workspace.
         for rows in decode_sizes(rows_max).into_iter().rev() {
-            parts.step(&StepInput { rows_min: rows, ..EMPTY })?;
-            let graph = if can_capture { Some(parts.capture(rows, 0)?) } else { None };
-            sizes.push((rows, graph));
+            sizes.push((rows, parts.capture(rows, None, !can_capture)?));
         }
         sizes.reverse();
         let mut verifying = Vec::new();
         for (rows, tokens) in limits.verified_sizes() {
             let drafts = Some(Drafts { rows: tokens, ngram_min: 1, ngram_max: 1 });
-            parts.step(&StepInput { rows_min: rows, drafts, ..EMPTY })?;
-            let graph = if is_on { Some(parts.capture(rows, tokens)?) } else { None };
-            verifying.push(((rows, tokens), graph));
+            verifying.push(((rows, tokens), parts.capture(rows, drafts, !is_on)?));
         }
         tracing::info!(
             captured = sizes.iter().filter(|(_, graph)| graph.is_some()).count(),
@@ -144,8 +181,8 @@ impl Graphs {
     /// Returns whether a step without draft tokens replays a graph. A graph reads the lengths of
     /// the rows from the device.
     pub(super) fn replays(&self, plan: &StepPlan) -> bool {
-        let fits = |(rows, graph): &(u32, Option<Graph>)| {
-            *rows >= plan.rows.len() as u32 && graph.is_some()
+        let fits = |(rows, graphs): &(u32, Option<SizeGraphs>)| {
+            *rows >= plan.rows.len() as u32 && graphs.is_some()
         };
         is_decode(plan) && self.sizes.iter().any(fits)
     }
@@ -154,7 +191,7 @@ impl Graphs {
     /// step.
     pub(super) fn dispatch(&self, sequences: &[StepRows], verified: u32) -> (u32, Dispatch) {
         if verified > 0 && !sequences.is_empty() {
-            let fits = |size: &&((u32, u32), Option<Graph>)| {
+            let fits = |size: &&((u32, u32), Option<SizeGraphs>)| {
                 size.0.1 == verified && size.0.0 >= sequences.len() as u32
             };
             return match self.verifying.iter().find(fits) {
@@ -176,15 +213,22 @@ impl Graphs {
     }
 
     /// Returns the graph to replay a step with.
-    pub(super) fn of(&mut self, dispatch: Dispatch, verified: u32) -> Option<&mut Graph> {
+    pub(super) fn of(
+        &mut self,
+        dispatch: Dispatch,
+        verified: u32,
+        has_adapters: bool,
+    ) -> Option<&mut Graph> {
         let Dispatch::Graph { rows } = dispatch else { return None };
-        if verified > 0 {
+        let graphs = if verified > 0 {
             let size = (rows, verified);
             let place = self.verifying.binary_search_by_key(&size, |(size, _)| *size).ok()?;
-            return self.verifying[place].1.as_mut();
-        }
-        let place = self.sizes.binary_search_by_key(&rows, |(rows, _)| *rows).ok()?;
-        self.sizes[place].1.as_mut()
+            self.verifying[place].1.as_mut()?
+        } else {
+            let place = self.sizes.binary_search_by_key(&rows, |(rows, _)| *rows).ok()?;
+            self.sizes[place].1.as_mut()?
+        };
+        if has_adapters { graphs.adapted.as_mut() } else { Some(&mut graphs.base) }
     }
 }
 
@@ -196,6 +240,7 @@ const EMPTY: StepInput<'_> = StepInput {
     rows_min: 0,
     drafts: None,
     known_drafts: &[],
+    has_adapters: false,
 };
 
 /// Returns whether every row decodes.
@@ -302,8 +347,8 @@ mod tests {
         assert_eq!(graphs.dispatch(&rows, 0), (0, Dispatch::Fallback));
         assert_eq!(graphs.dispatch(&[], 0), (0, Dispatch::Eager));
         assert_eq!(graphs.dispatch(&[rows[1], prompt], 0), (0, Dispatch::Eager));
-        assert!(graphs.of(Dispatch::Graph { rows: 4 }, 0).is_none());
-        assert!(graphs.of(Dispatch::Graph { rows: 3 }, 0).is_none());
+        assert!(graphs.of(Dispatch::Graph { rows: 4 }, 0, false).is_none());
+        assert!(graphs.of(Dispatch::Graph { rows: 3 }, 0, false).is_none());
         graphs.is_on = false;
         assert_eq!(graphs.dispatch(&rows[..3], 0), (4, Dispatch::Eager));
     }

@@ -51,7 +51,7 @@ impl CudaModel {
         let largest_step = Limits {
             rows_max: limits.step_tokens as usize,
             sampled_max: limits.samples_max() as usize,
-            adapter_slots: 0,
+            adapter_slots: backend.options().adapters.slots,
         };
         let started = Instant::now();
         // Only computes the memory: no weight is read.

@@ -36,6 +36,8 @@ pub(super) struct DeviceStep {
     pub wants_logprobs: Vec<bool>,
     /// Samples with pooled values.
     pub pooled: Vec<(u32, Pooling)>,
+    /// Whether a sequence has an adapter.
+    pub has_adapters: bool,
     /// Indices of admitted rows that go to the device.
     pub admitted: Vec<usize>,
     /// Slots whose draft tokens are in the plan, in its order, and the length of each slot before
@@ -106,6 +108,7 @@ impl DeviceRows {
                 step.drafts.push((row.slot, length));
             }
             step.sequences.push(sequence);
+            step.has_adapters |= self.batch.row(row.slot).adapter.is_some();
             // A constrained row has no draft tokens in earlier steps in flight.
             let unknown = if is_known { 0 } else { self.batch.unknown(row.slot) };
             step.positions_min.push((row.start - unknown) as u32);
