@@ -37,6 +37,7 @@ mod gpu {
     pub(crate) mod graphs;
     pub(crate) mod links;
     pub(crate) mod load;
+    pub(crate) mod low_rank;
     pub(crate) mod mixes;
     pub(crate) mod model;
     pub(crate) mod moves;
@@ -74,6 +75,8 @@ fn main() -> ExitCode {
             gpu::clusters::tp_nodes_on_two_gpus_match_a_single_node,
             gpu::clusters::two_prefill_and_two_decode_nodes_match_a_single_node,
             gpu::clusters::tp_nodes_on_four_gpus_match_a_single_node,
+            gpu::clusters::adapters::pair_on_one_gpu_computes_adapters_loaded_while_it_serves,
+            gpu::clusters::adapters::tp_nodes_on_two_gpus_compute_adapters,
             gpu::clusters::disturbed::killed_nodes_change_no_answer,
             gpu::clusters::disturbed::killed_rank_ends_only_its_node_which_recovers,
             gpu::clusters::disturbed::drained_nodes_under_load_change_no_answer,
@@ -122,6 +125,9 @@ fn main() -> ExitCode {
             gpu::fp8::models_in_fp8_are_close_to_bf16_with_and_without_graphs,
             gpu::graphs::graph_replay_without_its_memory_is_detected,
             gpu::graphs::graph_replay_on_reused_memory_is_detected,
+            gpu::low_rank::gemms_with_updates_match_cpu_for_any_size_and_rows,
+            gpu::low_rank::steps_of_several_adapters_match_cpu_with_and_without_graphs,
+            gpu::low_rank::adapters_are_replaced_while_steps_of_others_run,
             gpu::links::kv_transfer_between_processes_preserves_kv_in_any_block_order,
             gpu::links::nccl_between_hosts_preserves_kv_and_fails_with_its_peer,
             gpu::links::unusable_nccl_environment_falls_back_to_tcp,

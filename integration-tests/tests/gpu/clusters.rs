@@ -1,10 +1,12 @@
 //! Clusters of the real binaries on GPUs. They generate the tokens of a single GPU with every
 //! placement of nodes and ranks and with every transport. [`disturbed`] kills and drains their
-//! processes, [`tiers`] evicts their KV, and [`driver_calls`] observes their calls of the driver.
+//! processes, [`tiers`] evicts their KV, [`adapters`] loads LoRA adapters, and [`driver_calls`]
+//! observes their calls of the driver.
 //!
 //! `BATON_TEST_BINARIES` names the folder of the binaries. With `BATON_TEST_CLUSTERS=cpu` fewer
 //! nodes and ranks run, on CPUs, for machines without GPUs.
 
+pub(crate) mod adapters;
 pub(crate) mod disturbed;
 pub(crate) mod driver_calls;
 pub(crate) mod tiers;
