@@ -82,7 +82,7 @@ pub(crate) fn silu(x: f32) -> f32 {
 #[inline(always)]
 pub(crate) fn gelu_tanh(x: f32) -> f32 {
     /// 2 · sqrt(2 / π).
-    const FACTOR: f32 = 1.595_769_1;
+    const FACTOR: f32 = 1.595_769;
     let twice_z = FACTOR * (x + 0.044_715 * (x * x * x));
     let exp_of_minus_abs = exp(-twice_z.abs());
     let numerator = if x < 0.0 { x * exp_of_minus_abs } else { x };

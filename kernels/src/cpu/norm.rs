@@ -38,7 +38,8 @@ pub(crate) fn rms_norm_in_place(
     x: &mut [f32],
 ) {
     if level == Level::Reference || x.is_empty() {
-        return reference::rms_norm(&x.to_vec(), weight, eps, x);
+        let input = x.to_vec();
+        return reference::rms_norm(&input, weight, eps, x);
     }
     let width = weight.len();
     let task_len = pool.rows_per_task(x.len() / width, width) * width;

@@ -539,8 +539,8 @@ impl<B: Backend> Transformer<B> {
                 (rows, attended) = (sampled_rows, &*sampled_attended);
                 residual = &mut *sampled_residual;
             }
-            let norm = (&layer.feed_forward_norm, eps);
-            let product = (attended, output, output_bias.as_ref(), post_norm.as_ref());
+            let norm = (&layer.feed_forward_norm, eps, post_norm.as_ref());
+            let product = (attended, output, output_bias.as_ref());
             let updates = adapters.map(|adapters| (&adapters.output, &*step));
             let stream = (&mut *delta, &mut *residual);
             project_onto_residual(backend, rows, product, updates, stream, norm, normed);
@@ -548,15 +548,14 @@ impl<B: Backend> Transformer<B> {
             let norm = (next.map_or(&weights.output_norm, |next| &next.mixer_norm), eps);
             match &layer.feed_forward {
                 FeedForwardWeights::Gated { gate_up: w, down, activation, post_norm } => {
-                    let (product, updates) = (
-                        (&*normed, w),
-                        adapters.map(|adapters| (&adapters.gate_up, &*step)),
-                    );
+                    let product = (&*normed, w);
+                    let updates = adapters.map(|adapters| (&adapters.gate_up, &*step));
                     backend.project_gated(*activation, rows, product, updates, gate_up, activated);
-                    let product = (&*activated, down, None, post_norm.as_ref());
+                    let product = (&*activated, down, None);
+                    let norm = (norm.0, eps, post_norm.as_ref());
                     let updates = adapters.map(|adapters| (&adapters.down, &*step));
                     let stream = (&mut *delta, residual);
-                    backend.project_onto_residual(rows, product, updates, stream, norm, normed);
+                    project_onto_residual(backend, rows, product, updates, stream, norm, normed);
                 }
                 FeedForwardWeights::Experts(experts) => {
                     let weights = experts.borrowed();
@@ -572,27 +571,20 @@ impl<B: Backend> Transformer<B> {
     }
 }
 
-/// Computes [`Backend::project_onto_residual`] with the norm `post` of what is added to the residual
-/// stream.
+/// Computes [`Backend::project_onto_residual`] with the norm `post` of what is added to the
+/// residual stream.
 fn project_onto_residual<B: Backend>(
     backend: &mut B,
     rows: usize,
-    (x, w, bias, post): (&B::Buffer, &B::Matrix, Option<&B::Vector>, Option<&B::Vector>),
+    (x, w, bias): (&B::Buffer, &B::Matrix, Option<&B::Vector>),
     updates: Option<(&B::LowRank, &B::Step)>,
     (delta, residual): (&mut B::Buffer, &mut B::Buffer),
-    (norm, eps): (&B::Vector, f32),
+    (norm, eps, post): (&B::Vector, f32, Option<&B::Vector>),
     out: &mut B::Buffer,
 ) {
     let Some(post) = post else {
-        let stream = (delta, residual);
-        return backend.project_onto_residual(
-            rows,
-            (x, w, bias),
-            updates,
-            stream,
-            (norm, eps),
-            out,
-        );
+        let (product, stream) = ((x, w, bias), (delta, residual));
+        return backend.project_onto_residual(rows, product, updates, stream, (norm, eps), out);
     };
     backend.matmul(rows, x, w, delta);
     if let Some((updates, step)) = updates {
