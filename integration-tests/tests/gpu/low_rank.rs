@@ -13,7 +13,7 @@ use engine::{
 use half::bf16;
 use kernels::{
     Backend, BlockId, Dtype, KvArena, KvGroups, KvLayout, WeightFormat,
-    backend::{HeadShape, HeadWeights, LowRankShape, LowRankUpdate},
+    backend::{GatedActivation, HeadShape, HeadWeights, LowRankShape, LowRankUpdate},
     cpu::{CpuStep, StepSequence},
     cuda::{
         AdapterSizes, Admission, BatchLimits, CudaOptions, CudaStep, DeviceBatch, StepInput,
@@ -109,7 +109,8 @@ fn forward<B: Bench>(
     let queries = backend.get(qkv, rows);
     let queries = queries.chunks(width).flat_map(|row| &row[..layer.heads.query_width()]).copied();
     let queries = queries.collect();
-    backend.project_gated(rows, (x, gated), Some((of_gated, step)), gate_up, activated);
+    let updates = Some((of_gated, &*step));
+    backend.project_gated(GatedActivation::Silu, rows, (x, gated), updates, gate_up, activated);
     let activations = backend.get(activated, rows);
     let product = (&*activated, down, None);
     let (updates, stream) = (Some((of_down, &*step)), (&mut *delta, &mut *residual));
