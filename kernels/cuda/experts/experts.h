@@ -96,7 +96,7 @@ typedef struct {
   int64_t out_stride;
   const int32_t *offsets; /* of baton_route */
   const int32_t *order;
-  void *sorted;  /* gate and up: bf16 [rows * count][depth], which is overwritten: rows of x by position, with many rows;
+  void *sorted;  /* gate and up: scratch, bf16 [rows * count][depth], into which many rows of x are copied by position;
                     down: null */
   int32_t rows;
   int32_t experts;

@@ -1,5 +1,6 @@
 // GEMMs of experts in MXFP4 with many rows: slices of x go through the ring together with the weights. TMA loads the rows
-// of x, so they must be in the order of their positions. Down's are. sort_rows_kernel copies those of gate and up.
+// of x, so they must be in the order of their positions. The rows of down are. sort_rows_kernel copies those of gate and
+// up.
 #pragma once
 
 #include "mxfp4_tile.cuh"
@@ -131,7 +132,7 @@ __device__ __forceinline__ void multiply_rows(Ring& ring, int group, int steps, 
   release(before);
 }
 
-// Multiplies a tile of 64 weight rows by the fewest rows of x that an instruction has and the item needs.
+// Multiplies a tile of 64 weight rows by the rows of x of the item, rounded up to 64, 128, 192 or 256.
 __device__ __forceinline__ void multiply_tile(Ring& ring, int group, int steps, int rows,
                                               float (&acc)[Streamed::kRows / 2]) {
   if (rows <= 64) multiply_rows<64>(ring, group, steps, acc);

@@ -7,8 +7,8 @@
 // parts. Before the kernel waits for x, it brings A, and B for the GEMM, into the L2 cache, and lets the GEMM start to load
 // its weights.
 //
-// Expand: GEMMs in bf16 of up to 64 rows add the second product themselves (low_rank.h). The kernel here adds it to the
-// output of other GEMMs.
+// Expand: GEMMs in bf16 of up to 64 rows expand in their own kernel (low_rank.h). The kernel here expands into the output
+// of other GEMMs.
 #include "low_rank.h"
 
 namespace baton {
@@ -18,7 +18,7 @@ constexpr int kWarps = 8;
 constexpr int kTileRows = 64;   // rows of x that share items
 constexpr int kGroupRows = 16;  // rows of an mma
 constexpr int kSlice = 128;     // k of a step of a warp
-constexpr int kFewRows = 256;
+constexpr int kFewRows = 256;  // up to these rows of x an item has 8 rows of A, above 32
 
 __device__ __forceinline__ void prefetch(const void* from, int64_t bytes) {
 #if __CUDA_ARCH__ >= 900
@@ -28,7 +28,7 @@ __device__ __forceinline__ void prefetch(const void* from, int64_t bytes) {
 #endif
 }
 
-// Adds the product of rows of x and NT * 8 rows of A, over slices of k. A lane has two rows of x, -1 for none.
+// Adds x A^T for two rows of x per lane (`low` and `high`; -1: no row) and NT * 8 rows of A, over slices of k.
 template <int NT>
 __device__ __forceinline__ void shrink_group(const bf16* a, const bf16* x, int64_t x_stride, int low, int high, int depth,
                                              int rows_of_a, int first_slice, int slices, float (&acc)[NT][4]) {
@@ -58,7 +58,7 @@ __device__ __forceinline__ void shrink_group(const bf16* a, const bf16* x, int64
   }
 }
 
-// A part of k of NT * 8 rows of an adapter's A.
+// Work of a CTA: NT * 8 rows of the A of the adapter in `slot`, from `first_a` on, over part `part` of k.
 struct Item {
   int slot, rank, first_a, part;
 };

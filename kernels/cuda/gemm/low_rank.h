@@ -1,4 +1,5 @@
-// Low-rank updates (LoRA) in a GEMM: shrunk B^T of the rows of x, as the initial values of accumulators.
+// Low-rank updates (LoRA) in a GEMM: adds shrunk B^T of the rows of x. skinny_gemm.cu starts its accumulators with the
+// update, and wide_kernel.h adds the update after its last slice.
 #pragma once
 
 #include "device.cuh"
@@ -14,7 +15,7 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uin
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// An adapter in a slot, or -1 for none.
+// Slot and rank of a row's adapter. Slot -1: the row has no adapter, or the slot is empty.
 struct RowAdapter {
   int slot, rank;
 

@@ -201,9 +201,9 @@ section! {
         slow_client_timeout: Duration = secs(30),
             "A phone that changes networks recovers within 30 s. An unread stream holds no slot and no KV.",
             secs(1)..=secs(3600);
-        /// Maximum number of events that the router buffers for a slow client. If the buffer stays
-        /// full for half a second, the request leaves its node, and continues when the client has
-        /// read half of the buffer.
+        /// Maximum number of events that the router buffers for a slow client. If the client does
+        /// not read half of a full buffer within half a second, the request leaves its node. It
+        /// continues when the client has read half of the buffer.
         slow_client_events: u32 = 256,
             "About 3 s of a fast answer; more would be generated for clients that never read.",
             1..=65_536;

@@ -66,9 +66,9 @@ pub struct Family {
     /// Whether checkpoints store the experts of a layer in one tensor for gate and up and one for
     /// down, in MXFP4.
     has_stacked_experts: bool,
-    /// Whether embeddings are multiplied by the root of the hidden size.
+    /// Whether embeddings are multiplied by the square root of the hidden size.
     scales_embedding: bool,
-    /// Whether checkpoints store the weights of norms less 1.
+    /// Whether checkpoints store the weights of norms minus 1.
     has_norm_offset: bool,
     /// Keys that change the arithmetic of the family's class if they are true.
     refused: &'static [&'static str],

@@ -571,8 +571,8 @@ impl<B: Backend> Transformer<B> {
     }
 }
 
-/// Computes [`Backend::project_onto_residual`] with the norm `post` of what is added to the
-/// residual stream.
+/// Computes [`Backend::project_onto_residual`]. With `post`, the projection is normalized before it
+/// is added to the residual stream.
 fn project_onto_residual<B: Backend>(
     backend: &mut B,
     rows: usize,

@@ -160,7 +160,7 @@ fn connect_once(
     for address in addresses {
         let made = TcpStream::connect_timeout(address, CONNECT_TIMEOUT).and_then(|mut stream| {
             stream.set_nodelay(true)?;
-            // Without it, the kernel reports a dead connection only after about 15 minutes.
+            // Without TCP_USER_TIMEOUT the kernel reports a dead connection after about 15 minutes.
             SockRef::from(&stream).set_tcp_user_timeout(Some(LEASE))?;
             // Before the handshake, which then ends with the outbox.
             if !outbox.connected(number, &stream)? {

@@ -13,8 +13,8 @@ use crate::config::LEASE;
 /// Longest wait of one system call before the thread checks whether it should stop.
 pub(super) const POLL: Duration = Duration::from_millis(50);
 
-/// Returns whether a call has timed out or was interrupted. `ErrorKind::TimedOut` is neither: the
-/// kernel has given up the connection.
+/// Returns whether the caller should repeat the call: its poll interval has passed, or a signal
+/// interrupted it. `ErrorKind::TimedOut` is a failure: the kernel has given up the connection.
 pub(super) fn is_pause(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted)
 }

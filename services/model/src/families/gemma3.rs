@@ -11,7 +11,7 @@ use crate::{
     weight::LayerWeight,
 };
 
-/// Every layer of this number has no window.
+/// Without `sliding_window_pattern`, every layer of this number has no window.
 const PATTERN_DEFAULT: usize = 6;
 
 pub(super) static FAMILY: Family = Family {
@@ -57,7 +57,7 @@ pub(super) static FAMILY: Family = Family {
                 return Err(fields.unsupported(key, found.to_string(), "null"));
             }
         }
-        // The rope theta of these layers is known by their window.
+        // A layer's window selects its rope theta, so a model without a window cannot be described.
         let Some(window) = fields.sliding_window()? else {
             return Err(fields.unsupported("sliding_window", "none".into(), "a number of tokens"));
         };

@@ -36,8 +36,8 @@ use crate::{
     wake::MovingTimer,
 };
 
-/// Time for which the buffer of the client may be full; then the attempt ends. Short, because the
-/// tokens that nodes generate in this time are generated again later.
+/// Time that a client has to read half of its full buffer before its attempt ends. Short, because
+/// the tokens that nodes generate in this time are generated again later.
 const STALLED_AFTER: Duration = Duration::from_millis(500);
 
 /// One answer in flight.
@@ -60,8 +60,8 @@ pub(super) struct AnswerDriver<'a> {
     woken: Arc<Notify>,
     node_changes: watch::Receiver<u64>,
     timer: MovingTimer,
-    /// Time since which the client's buffer is full, or was full and never half read. A client that
-    /// reads more slowly than its node generates makes room for a few events at a time.
+    /// Time at which the client's buffer became full; `None` once the client has read half of it. A
+    /// client that reads slowly frees a few events at a time, so a free place does not clear it.
     full_since: Option<Instant>,
 }
 

@@ -208,12 +208,12 @@ impl EventSender {
         self.0.wait_until(is_read).await
     }
 
-    /// Returns whether at most half of the queue is full.
+    /// Returns whether the queue holds at most half of its maximum.
     pub(super) fn is_half_read(&self) -> bool {
         self.0.is_half_read(&self.0.lock())
     }
 
-    /// Blocks until at most half of the queue is full.
+    /// Blocks until the queue holds at most half of its maximum.
     pub(super) async fn half_read(&self) -> Result<(), RequestError> {
         let is_read = |state: &mut AnswerEventQueueState| match state.receiver {
             ReceiverState::Dropped { .. } => Some(Err(RequestError::ClientGone)),
