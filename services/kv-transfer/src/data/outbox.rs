@@ -303,13 +303,14 @@ impl Outbox {
         self.lock().connections.clear();
     }
 
-    /// Sleeps for `pause`. Returns false if the outbox was closed meanwhile.
+    /// Sleeps for `pause`. Returns false if the outbox was closed, or the group has ended, meanwhile.
     pub(super) fn pause(&self, pause: Duration) -> bool {
+        let is_open = |state: &State| !state.closed && state.broken.is_none();
         let (state, _) = self
             .changed
-            .wait_timeout_while(self.lock(), pause, |state| !state.closed)
+            .wait_timeout_while(self.lock(), pause, |state| is_open(state))
             .unwrap_or_else(PoisonError::into_inner);
-        !state.closed
+        is_open(&state)
     }
 
     /// Marks the chunks being sent as stuck: they stay in flight after the connection has ended.
@@ -437,6 +438,10 @@ mod tests {
         outbox.end_chunk(chunk(0));
         outbox.lose_connection(1, "reset".to_owned());
         assert!(outbox.is_over());
+        let begun = Instant::now();
+        assert!(
+            !outbox.pause(Duration::from_secs(60)) && begun.elapsed() < Duration::from_secs(30)
+        );
         assert_eq!(outbox.end("closed".to_owned()).1.as_deref(), Some("reset"));
     }
 
