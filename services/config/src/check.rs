@@ -10,6 +10,9 @@ use crate::{
     value::Value,
 };
 
+/// Maximum of `model.adapter_slots`, and of a derived number.
+const ADAPTER_SLOTS_MAX: u32 = 64;
+
 impl Config {
     /// Checks settings that depend on each other. A default above a limit that the operator set is
     /// lowered: with a small `timeout_max` the default of `timeout` shrinks too. Set values that
@@ -88,9 +91,8 @@ impl Config {
             }
         }
         let adapters = self.model.adapters.len();
-        if let Some(slots) = self.model.adapter_slots.set()
-            && adapters > slots as usize
-        {
+        let slots = self.model.adapter_slots.set().unwrap_or(ADAPTER_SLOTS_MAX);
+        if adapters > slots as usize {
             let (at, slots_at) = (self.at("model.adapters"), self.at("model.adapter_slots"));
             let excess = format!("{at} has {adapters} adapters, more than {slots_at} = {slots}");
             conflicts.push(format!("{excess}: each adapter takes a slot"));

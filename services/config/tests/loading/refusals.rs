@@ -176,6 +176,8 @@ fn values_that_do_not_fit_each_other_are_refused_with_their_sources() {
     let chunk = refusal("[node]\nchunk_tokens = 1024\n", &[], &[("node.step_tokens", "512")]);
     assert!(chunk.contains("node.chunk_tokens (") && chunk.contains("line 2"), "{chunk}");
     assert!(chunk.contains("node.step_tokens (flag --node-step-tokens) = 512"), "{chunk}");
+    let many: Vec<_> = (0..65).map(|index| format!("a{index}=x")).collect();
+    let many = many.join(",");
     for (flags, named) in [
         (vec![("node.slots", "1024"), ("node.step_tokens", "512")], "node.step_tokens"),
         (vec![("node.cpus", "0-1,4"), ("node.threads", "4")], "the 3 CPUs of node.cpus"),
@@ -184,6 +186,7 @@ fn values_that_do_not_fit_each_other_are_refused_with_their_sources() {
             vec![("model.adapters", "a=x,b=y"), ("model.adapter_slots", "1")],
             "has 2 adapters, more than model.adapter_slots (flag --model-adapter-slots) = 1",
         ),
+        (vec![("model.adapters", &many)], "has 65 adapters, more than model.adapter_slots"),
         (vec![("router.timeout", "2h")], "router.timeout_max"),
         (vec![("transfer.control", "0.0.0.0:7000")], "transfer.advertise"),
         (vec![("cluster.prefill", "a:1"), ("cluster.decode", "a:1")], "http://a:1"),
