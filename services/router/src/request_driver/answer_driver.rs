@@ -295,7 +295,9 @@ impl<'a> AnswerDriver<'a> {
         self.core.handle_client_stalled();
         self.end_open_attempt();
         sent.await?;
-        events.half_read().await
+        events.half_read().await?;
+        self.full_since = None;
+        Ok(())
     }
 
     /// Ends the attempt that the core has given up while no other output may follow.

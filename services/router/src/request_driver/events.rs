@@ -129,7 +129,7 @@ impl AnswerEventQueue {
     }
 
     fn is_half_read(&self, state: &AnswerEventQueueState) -> bool {
-        state.events.len() <= self.events_max / 2
+        state.events.len() <= self.events_max.div_ceil(2)
     }
 
     /// Blocks until `check` returns a result, or the receiver took nothing for `wait_max`.
