@@ -326,7 +326,7 @@ impl AnswerCore {
 
     fn take_place(&mut self, shared: &mut impl SharedCore) -> Result<(), Overload> {
         if self.place.is_none() {
-            let has_begun = self.request.has_begun();
+            let has_begun = self.request.outlasts_busy_nodes();
             let (model, flow) = (&self.model, &self.flow);
             let place = shared.with(|router| router.take_place(model, self.id, flow, has_begun));
             self.place = Some(place?);
@@ -346,7 +346,7 @@ impl AnswerCore {
             prompt_tokens: requirements.tokens,
             output_tokens_max: requirements.new_tokens_max,
             limits: WaitLimits::new(requirements.capacity, self.wait_max, self.deadline),
-            has_begun: self.request.has_begun(),
+            has_begun: self.request.outlasts_busy_nodes(),
             session_since: self.turn.as_ref().and_then(SessionTurn::place).map(|place| place.at),
             priority: self.request.priority(),
         };

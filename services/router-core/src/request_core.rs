@@ -207,10 +207,10 @@ impl RequestCore {
         self.spec.prefix.first()?.last_after(&self.spec.prompt, computed)
     }
 
-    /// Returns whether the answer waits until its deadline: it has emitted tokens, or is a further
-    /// answer of its request.
-    pub(crate) fn has_begun(&self) -> bool {
-        self.recovery.has_begun()
+    /// Returns whether the answer waits for busy nodes until its deadline: it has emitted tokens, or
+    /// is a further answer of its request.
+    pub(crate) fn outlasts_busy_nodes(&self) -> bool {
+        self.recovery.outlasts_busy_nodes()
     }
 
     pub fn priority(&self) -> i32 {

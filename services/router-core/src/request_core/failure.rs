@@ -71,8 +71,8 @@ pub enum FailureCause {
     /// The request's deadline passed at the node.
     #[error("deadline")]
     Deadline,
-    /// The node ended the stream, because the router, or the network to it, was too slow for its
-    /// events.
+    /// The node ended the stream: its event queue overflowed, because the router or the network took
+    /// the events too slowly.
     #[error("slow_reader")]
     SlowReader,
     /// The two nodes have different models, weights or layouts.
@@ -177,7 +177,7 @@ impl AttemptFailure {
             GrpcCode::UNAVAILABLE => FailureCause::Draining,
             // tonic's code of a message that is too large is OUT_OF_RANGE.
             GrpcCode::INVALID_ARGUMENT | GrpcCode::OUT_OF_RANGE => FailureCause::Invalid,
-            GrpcCode::NOT_FOUND => FailureCause::AnswerComplete,
+            GrpcCode::NOT_FOUND if !is_broken => FailureCause::AnswerComplete,
             GrpcCode::ALREADY_EXISTS => FailureCause::Duplicate,
             GrpcCode::ABORTED => FailureCause::OtherWeights,
             GrpcCode::DATA_LOSS if !is_broken => FailureCause::MatcherFailed,

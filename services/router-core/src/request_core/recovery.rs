@@ -38,8 +38,10 @@ const LOCAL_PREFILL_AFTER: u32 = 3;
 #[derive(Debug)]
 pub(super) struct Recovery {
     policy: RecoveryPolicy,
-    /// Whether an attempt has emitted tokens, or the answer is a further one of its request.
+    /// Whether an attempt has emitted tokens.
     has_begun: bool,
+    /// Whether the answer is a further one of its request.
+    is_further: bool,
     /// Failed attempts of the whole request, without busy refusals.
     failed_total: u32,
     /// Failed attempts since the last one that emitted tokens.
@@ -107,7 +109,8 @@ impl Recovery {
     pub(super) fn new(policy: RecoveryPolicy, is_further: bool) -> Self {
         Self {
             policy,
-            has_begun: is_further,
+            has_begun: false,
+            is_further,
             failed_total: 0,
             failed: 0,
             transfers_failed: 0,
@@ -118,9 +121,9 @@ impl Recovery {
         }
     }
 
-    /// Returns whether the request waits until its deadline.
-    pub(super) fn has_begun(&self) -> bool {
-        self.has_begun
+    /// Returns whether the answer waits for busy nodes until its deadline.
+    pub(super) fn outlasts_busy_nodes(&self) -> bool {
+        self.has_begun || self.is_further
     }
 
     /// Returns the prefill nodes not to pick.
@@ -255,7 +258,7 @@ impl Recovery {
     pub(super) fn all_busy(&mut self, now: Instant) -> NextStep {
         let waited = self.wait(WaitReason::Busy, now);
         match self.policy.busy_timeout.checked_sub(waited) {
-            None | Some(Duration::ZERO) if !self.has_begun => {
+            None | Some(Duration::ZERO) if !self.outlasts_busy_nodes() => {
                 NextStep::GiveUp(GiveUp::Busy { waited })
             }
             _ => NextStep::WaitForTurn,
@@ -269,7 +272,7 @@ impl Recovery {
 
     /// Returns when the wait for a busy node ends. `None`: at the deadline.
     pub(super) fn busy_until(&self) -> Option<Instant> {
-        let waiting = self.waiting.filter(|_| !self.has_begun)?;
+        let waiting = self.waiting.filter(|_| !self.outlasts_busy_nodes())?;
         Some(waiting.since + self.policy.busy_timeout)
     }
 

@@ -54,9 +54,9 @@ pub struct AnswerSpec {
     pub vocabulary_size: u32,
     /// The request fails if it has not finished by this time.
     pub deadline: Instant,
-    /// Whether the request has an earlier answer, which decides whether the request starts in time.
-    /// A further answer waits until the deadline, as if it had begun: its failure would cut the
-    /// earlier one.
+    /// Whether the answer is not the first of its request. The first answer alone decides whether
+    /// the request starts within `router.waiting_timeout`. A further answer waits for busy nodes
+    /// until the deadline, because its failure would end the first answer too.
     pub is_further: bool,
 }
 
