@@ -14,7 +14,7 @@ use config::Config;
 use engine::{adapter::LoadedAdapter, adapter_slots::AdapterSlots, executor::ExecutorError};
 use kernels::Shard;
 use model::{ModelConfig, ModelError};
-use tracing::info;
+use tracing::{info, warn};
 
 use crate::{
     memory_limit::{self, HostBytes, MemoryShare},
@@ -66,7 +66,10 @@ struct AdaptersState {
 enum AdapterLoader {
     Executor(Arc<dyn AdapterSlots>),
     /// Every rank loads its own part at start.
-    Ranks(Box<ModelConfig>),
+    Ranks {
+        model: Box<ModelConfig>,
+        is_gpu: bool,
+    },
 }
 
 struct SlotAdapter {
@@ -100,7 +103,7 @@ impl NodeAdapters {
     ) -> Result<Self, NodeStartError> {
         let loader = match slots {
             Some(slots) => AdapterLoader::Executor(slots),
-            None => AdapterLoader::Ranks(Box::new(model.clone())),
+            None => AdapterLoader::Ranks { model: Box::new(model.clone()), is_gpu },
         };
         let slot_count = settings::adapter_slots(&config.model, is_gpu);
         let adapters = Self(Arc::new(AdaptersState {
@@ -125,7 +128,7 @@ impl NodeAdapters {
     /// no error, so that a caller can repeat a load that some nodes refused.
     pub(crate) fn load(&self, name: &str, folder: &Path) -> Result<u128, AdapterError> {
         match self.0.loader {
-            AdapterLoader::Ranks(_) => Err(AdapterError::Ranks),
+            AdapterLoader::Ranks { .. } => Err(AdapterError::Ranks),
             _ => self.open(name, folder),
         }
     }
@@ -144,7 +147,7 @@ impl NodeAdapters {
         memory_limit::check_more(None, open_bytes)?;
         let adapter = match &state.loader {
             AdapterLoader::Executor(slots) => slots.open(folder, state.rank_max)?,
-            AdapterLoader::Ranks(model) => {
+            AdapterLoader::Ranks { model, .. } => {
                 model::Adapter::open(folder, model, Shard::WHOLE, state.rank_max as usize)?
             }
         };
@@ -156,7 +159,9 @@ impl NodeAdapters {
                 slots.set(slot, Some(adapter))?;
                 bytes
             }
-            AdapterLoader::Ranks(_) => adapter.bytes(),
+            // The ranks have the matrices in the memory of their GPUs.
+            AdapterLoader::Ranks { is_gpu: true, .. } => 0,
+            AdapterLoader::Ranks { is_gpu: false, .. } => adapter.bytes(),
         };
         let loaded = Arc::new(LoadedAdapter { slot, content_hash });
         let name = name.to_owned();
@@ -170,7 +175,7 @@ impl NodeAdapters {
     /// still use the adapter.
     pub(crate) fn unload(&self, name: &str) -> Result<usize, AdapterError> {
         let state = &*self.0;
-        if matches!(state.loader, AdapterLoader::Ranks(_)) {
+        if matches!(state.loader, AdapterLoader::Ranks { .. }) {
             return Err(AdapterError::Ranks);
         }
         let sequences = {
@@ -186,7 +191,10 @@ impl NodeAdapters {
             let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
             return Err(AdapterError::Unknown { known });
         };
-        state.free_ended()?;
+        if let Err(error) = state.free_ended() {
+            // The next load empties the slot.
+            warn!(name, %error, "cannot empty the slot of an unloaded adapter");
+        }
         info!(name, sequences, "unloaded an adapter");
         Ok(sequences)
     }

@@ -311,6 +311,7 @@ impl From<AdapterError> for Refusal {
         let reason = error.to_string();
         match error {
             AdapterError::NoSlot { .. } | AdapterError::Memory(_) => Self::Busy { reason },
+            AdapterError::Executor(_) => Self::Internal { reason },
             _ => Self::Invalid { reason },
         }
     }

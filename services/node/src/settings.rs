@@ -268,8 +268,8 @@ fn speculation(node: &config::Node) -> Option<Speculation> {
     }
 }
 
-/// Slots of adapters of a node on CPUs. A slot without adapter takes no memory there, but eight
-/// adapters of rank 16 for a model of 8B parameters take 1.2 GB.
+/// Slots of adapters of a node on CPUs, where an empty slot takes no memory. Eight adapters of rank
+/// 16 for a model of 8B parameters take 1.3 GB.
 const CPU_ADAPTER_SLOTS: usize = 8;
 
 /// Returns the number of slots of adapters. A slot takes memory of a GPU even without an adapter.
