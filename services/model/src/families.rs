@@ -158,6 +158,25 @@ impl AbsentKeys {
 }
 
 impl Family {
+    /// Properties of most families. Name and class are a family's own.
+    const PLAIN: Self = Self {
+        name: "",
+        class: "",
+        multimodal_class: None,
+        gguf: None,
+        absent: AbsentKeys::LLAMA,
+        rotary_factor: None,
+        rows: RotaryRows::Halves,
+        has_mtp_layers: false,
+        has_stacked_experts: false,
+        scales_embedding: false,
+        has_norm_offset: false,
+        refused: &[],
+        layer: LayerSpec::LLAMA,
+        layers: |_, layer, layer_count| Ok(vec![layer; layer_count]),
+        weight_name: |_| None,
+    };
+
     /// Returns the family with this `model_type`.
     pub fn named(name: &str) -> Option<&'static Self> {
         FAMILIES.into_iter().find(|family| family.name == name)

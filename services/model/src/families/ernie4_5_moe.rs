@@ -5,15 +5,13 @@ use kernels::backend::ExpertChoice;
 
 use super::{AbsentKeys, Family, RotaryRows, glm4_moe};
 use crate::{
-    layer::{ExpertSpec, LayerSpec, SharedExpertSpec},
+    layer::{ExpertSpec, SharedExpertSpec},
     weight::LayerWeight,
 };
 
 pub(super) static FAMILY: Family = Family {
     name: "ernie4_5_moe",
     class: "Ernie4_5_MoeForCausalLM",
-    multimodal_class: None,
-    gguf: None,
     absent: AbsentKeys {
         kv_head_count: Some(4),
         context_tokens: 131_072,
@@ -22,14 +20,9 @@ pub(super) static FAMILY: Family = Family {
         tied_output: true,
         ..AbsentKeys::LLAMA
     },
-    rotary_factor: None,
     rows: RotaryRows::Pairs,
     has_mtp_layers: true,
-    has_stacked_experts: false,
-    scales_embedding: false,
-    has_norm_offset: false,
     refused: &["use_bias"],
-    layer: LayerSpec::LLAMA,
     layers: |fields, layer, layer_count| {
         // The least sum of the weights of chosen experts.
         let least = fields.get::<f32>("moe_norm_min")?.unwrap_or(1e-12);
@@ -63,4 +56,5 @@ pub(super) static FAMILY: Family = Family {
         LayerWeight::RouterBias => Some("mlp.moe_statics.e_score_correction_bias".to_owned()),
         _ => (glm4_moe::FAMILY.weight_name)(weight),
     },
+    ..Family::PLAIN
 };

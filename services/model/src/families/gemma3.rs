@@ -5,7 +5,7 @@
 use kernels::backend::{GatedActivation, NormSpan};
 use serde_json::Value;
 
-use super::{AbsentKeys, Family, RotaryRows, qwen2::AttentionKind};
+use super::{AbsentKeys, Family, qwen2::AttentionKind};
 use crate::{
     layer::{AttentionSpec, FeedForward, GatedSpec, LayerSpec, Mixer},
     weight::LayerWeight,
@@ -18,7 +18,6 @@ pub(super) static FAMILY: Family = Family {
     name: "gemma3_text",
     class: "Gemma3ForCausalLM",
     multimodal_class: Some("Gemma3ForConditionalGeneration"),
-    gguf: None,
     absent: AbsentKeys {
         query_head_count: Some(8),
         kv_head_count: Some(4),
@@ -31,10 +30,6 @@ pub(super) static FAMILY: Family = Family {
         rms_eps: 1e-6,
         tied_output: true,
     },
-    rotary_factor: None,
-    rows: RotaryRows::Halves,
-    has_mtp_layers: false,
-    has_stacked_experts: false,
     scales_embedding: true,
     has_norm_offset: true,
     refused: &["attention_bias", "use_bidirectional_attention"],
@@ -70,6 +65,9 @@ pub(super) static FAMILY: Family = Family {
             return Ok(kinds.into_iter().map(describe).collect());
         }
         let pattern: usize = fields.get("sliding_window_pattern")?.unwrap_or(PATTERN_DEFAULT);
+        if pattern == 0 {
+            return Err(fields.unsupported("sliding_window_pattern", "0".into(), "1 or more"));
+        }
         let is_full = |layer: usize| (layer + 1).is_multiple_of(pattern);
         Ok((0..layer_count).map(|layer| if is_full(layer) { full } else { windowed }).collect())
     },
@@ -77,4 +75,5 @@ pub(super) static FAMILY: Family = Family {
         LayerWeight::FfnNorm => Some("pre_feedforward_layernorm.weight".to_owned()),
         _ => None,
     },
+    ..Family::PLAIN
 };

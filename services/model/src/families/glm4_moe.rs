@@ -3,7 +3,7 @@
 
 use kernels::backend::{ExpertChoice, ExpertScore, NormSpan};
 
-use super::{AbsentKeys, Family, RotaryRows};
+use super::{AbsentKeys, Family};
 use crate::{
     layer::{AttentionSpec, ExpertSpec, LayerSpec, Mixer, SharedExpertSpec},
     weight::{ExpertWeight, LayerWeight},
@@ -12,8 +12,6 @@ use crate::{
 pub(super) static FAMILY: Family = Family {
     name: "glm4_moe",
     class: "Glm4MoeForCausalLM",
-    multimodal_class: None,
-    gguf: None,
     absent: AbsentKeys {
         kv_head_count: Some(8),
         context_tokens: 131_072,
@@ -21,13 +19,7 @@ pub(super) static FAMILY: Family = Family {
         ..AbsentKeys::LLAMA
     },
     rotary_factor: Some(0.5),
-    rows: RotaryRows::Halves,
     has_mtp_layers: true,
-    has_stacked_experts: false,
-    scales_embedding: false,
-    has_norm_offset: false,
-    refused: &[],
-    layer: LayerSpec::LLAMA,
     layers: |fields, layer, layer_count| {
         let qk_norm = fields.get("use_qk_norm")?.unwrap_or(false).then_some(NormSpan::Head);
         let has_bias = fields.get("attention_bias")?.unwrap_or(false);
@@ -66,4 +58,5 @@ pub(super) static FAMILY: Family = Family {
         };
         Some(format!("mlp.shared_experts.{name}_proj.weight"))
     },
+    ..Family::PLAIN
 };

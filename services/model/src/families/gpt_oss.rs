@@ -6,7 +6,7 @@ use std::num::NonZeroUsize;
 use kernels::backend::{ExpertChoice, ExpertScore, GatedActivation};
 use serde_json::Value;
 
-use super::{AbsentKeys, Family, RotaryRows, qwen2::AttentionKind};
+use super::{AbsentKeys, Family, qwen2::AttentionKind};
 use crate::{
     layer::{AttentionSpec, ExpertSpec, LayerSpec, Mixer},
     weight::LayerWeight,
@@ -17,8 +17,6 @@ const WINDOW_DEFAULT: usize = 128;
 pub(super) static FAMILY: Family = Family {
     name: "gpt_oss",
     class: "GptOssForCausalLM",
-    multimodal_class: None,
-    gguf: None,
     absent: AbsentKeys {
         kv_head_count: Some(8),
         head_dim: Some(64),
@@ -27,13 +25,7 @@ pub(super) static FAMILY: Family = Family {
         rms_eps: 1e-5,
         ..AbsentKeys::LLAMA
     },
-    rotary_factor: None,
-    rows: RotaryRows::Halves,
-    has_mtp_layers: false,
     has_stacked_experts: true,
-    scales_embedding: false,
-    has_norm_offset: false,
-    refused: &[],
     layer: LayerSpec {
         mixer: Mixer::Attention(AttentionSpec {
             has_bias: true,
@@ -84,4 +76,5 @@ pub(super) static FAMILY: Family = Family {
         LayerWeight::RouterBias => Some("mlp.router.bias".to_owned()),
         _ => None,
     },
+    ..Family::PLAIN
 };

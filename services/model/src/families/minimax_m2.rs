@@ -3,14 +3,12 @@
 
 use kernels::backend::{ExpertChoice, ExpertScore};
 
-use super::{AbsentKeys, Family, RotaryRows, mixtral, olmoe};
+use super::{AbsentKeys, Family, mixtral, olmoe};
 use crate::layer::ExpertSpec;
 
 pub(super) static FAMILY: Family = Family {
     name: "minimax_m2",
     class: "MiniMaxM2ForCausalLM",
-    multimodal_class: None,
-    gguf: None,
     absent: AbsentKeys {
         kv_head_count: Some(8),
         head_dim: Some(128),
@@ -19,12 +17,7 @@ pub(super) static FAMILY: Family = Family {
         ..AbsentKeys::LLAMA
     },
     rotary_factor: Some(1.0),
-    rows: RotaryRows::Halves,
     has_mtp_layers: true,
-    has_stacked_experts: false,
-    scales_embedding: false,
-    has_norm_offset: false,
-    refused: &[],
     layer: olmoe::FAMILY.layer,
     layers: |fields, layer, layer_count| {
         fields.check_word("scoring_func", &["sigmoid"], "\"sigmoid\"")?;
@@ -47,4 +40,5 @@ pub(super) static FAMILY: Family = Family {
         Ok(vec![layer.with_experts(experts); layer_count])
     },
     weight_name: mixtral::weight_name,
+    ..Family::PLAIN
 };

@@ -5,17 +5,15 @@ use std::num::NonZeroUsize;
 
 use kernels::backend::ExpertChoice;
 
-use super::{AbsentKeys, Family, RotaryRows};
+use super::{AbsentKeys, Family};
 use crate::{
-    layer::{ExpertSpec, LayerSpec},
+    layer::ExpertSpec,
     weight::{ExpertWeight, LayerWeight},
 };
 
 pub(super) static FAMILY: Family = Family {
     name: "mixtral",
     class: "MixtralForCausalLM",
-    multimodal_class: None,
-    gguf: None,
     absent: AbsentKeys {
         kv_head_count: Some(8),
         context_tokens: 131_072,
@@ -23,14 +21,6 @@ pub(super) static FAMILY: Family = Family {
         rms_eps: 1e-5,
         ..AbsentKeys::LLAMA
     },
-    rotary_factor: None,
-    rows: RotaryRows::Halves,
-    has_mtp_layers: false,
-    has_stacked_experts: false,
-    scales_embedding: false,
-    has_norm_offset: false,
-    refused: &[],
-    layer: LayerSpec::LLAMA,
     layers: |fields, layer, layer_count| {
         let choice = ExpertChoice::softmax(fields.get("num_experts_per_tok")?.unwrap_or(2), true);
         let count = fields.get("num_local_experts")?.unwrap_or(8);
@@ -39,6 +29,7 @@ pub(super) static FAMILY: Family = Family {
         Ok(vec![layer.with_experts(experts).with_window(window); layer_count])
     },
     weight_name,
+    ..Family::PLAIN
 };
 
 pub(super) fn weight_name(weight: LayerWeight) -> Option<String> {

@@ -2,21 +2,13 @@
 
 use kernels::backend::NormSpan;
 
-use super::{AbsentKeys, Family, RotaryRows, qwen3_moe};
+use super::{AbsentKeys, Family, qwen3_moe};
 use crate::layer::{AttentionSpec, ExpertSpec, LayerSpec, Mixer};
 
 pub(super) static FAMILY: Family = Family {
     name: "olmoe",
     class: "OlmoeForCausalLM",
-    multimodal_class: None,
-    gguf: None,
     absent: AbsentKeys { context_tokens: 4096, rms_eps: 1e-5, ..AbsentKeys::LLAMA },
-    rotary_factor: None,
-    rows: RotaryRows::Halves,
-    has_mtp_layers: false,
-    has_stacked_experts: false,
-    scales_embedding: false,
-    has_norm_offset: false,
     refused: &["attention_bias"],
     layer: LayerSpec {
         mixer: Mixer::Attention(AttentionSpec {
@@ -34,5 +26,5 @@ pub(super) static FAMILY: Family = Family {
         let experts = ExpertSpec::new(count, size, qwen3_moe::choice(fields, 8)?);
         Ok(vec![layer.with_experts(experts); layer_count])
     },
-    weight_name: |_| None,
+    ..Family::PLAIN
 };

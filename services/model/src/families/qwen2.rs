@@ -12,22 +12,14 @@ use crate::{
 pub(super) static FAMILY: Family = Family {
     name: "qwen2",
     class: "Qwen2ForCausalLM",
-    multimodal_class: None,
     gguf: Some(Gguf::new("qwen2", RotaryRows::Halves)),
     absent: AbsentKeys { kv_head_count: Some(32), context_tokens: 32_768, ..AbsentKeys::LLAMA },
-    rotary_factor: None,
-    rows: RotaryRows::Halves,
-    has_mtp_layers: false,
-    has_stacked_experts: false,
-    scales_embedding: false,
-    has_norm_offset: false,
-    refused: &[],
     layer: LayerSpec {
         mixer: Mixer::Attention(AttentionSpec { has_bias: true, ..AttentionSpec::LLAMA }),
         ..LayerSpec::LLAMA
     },
     layers: layers_with_windows,
-    weight_name: |_| None,
+    ..Family::PLAIN
 };
 
 /// Describes layers of which some have a sliding window.

@@ -7,18 +7,11 @@ use crate::layer::{ExpertSpec, SharedExpertSpec};
 pub(super) static FAMILY: Family = Family {
     name: "qwen2_moe",
     class: "Qwen2MoeForCausalLM",
-    multimodal_class: None,
     gguf: Some(Gguf {
         experts: Some(GgufExperts { is_normalized: false, has_shared: true }),
         ..Gguf::new("qwen2moe", RotaryRows::Halves)
     }),
     absent: AbsentKeys { kv_head_count: Some(16), context_tokens: 32_768, ..AbsentKeys::LLAMA },
-    rotary_factor: None,
-    rows: RotaryRows::Halves,
-    has_mtp_layers: false,
-    has_stacked_experts: false,
-    scales_embedding: false,
-    has_norm_offset: false,
     refused: &["use_sliding_window"],
     layer: qwen2::FAMILY.layer,
     layers: |fields, layer, layer_count| {
@@ -33,5 +26,5 @@ pub(super) static FAMILY: Family = Family {
         let layer = layer.with_qkv_bias(fields.get("qkv_bias")?.unwrap_or(true));
         qwen3_moe::sparse_layers(fields, layer, experts, layer_count)
     },
-    weight_name: |_| None,
+    ..Family::PLAIN
 };

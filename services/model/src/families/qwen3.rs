@@ -8,7 +8,6 @@ use crate::layer::{AttentionSpec, LayerSpec, Mixer};
 pub(super) static FAMILY: Family = Family {
     name: "qwen3",
     class: "Qwen3ForCausalLM",
-    multimodal_class: None,
     gguf: Some(Gguf::new("qwen3", RotaryRows::Halves)),
     absent: AbsentKeys {
         kv_head_count: Some(32),
@@ -16,12 +15,6 @@ pub(super) static FAMILY: Family = Family {
         context_tokens: 32_768,
         ..AbsentKeys::LLAMA
     },
-    rotary_factor: None,
-    rows: RotaryRows::Halves,
-    has_mtp_layers: false,
-    has_stacked_experts: false,
-    scales_embedding: false,
-    has_norm_offset: false,
     refused: &["attention_bias"],
     layer: LayerSpec {
         mixer: Mixer::Attention(AttentionSpec {
@@ -31,5 +24,5 @@ pub(super) static FAMILY: Family = Family {
         ..LayerSpec::LLAMA
     },
     layers: layers_with_windows,
-    weight_name: |_| None,
+    ..Family::PLAIN
 };

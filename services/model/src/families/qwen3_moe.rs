@@ -12,18 +12,11 @@ use crate::{
 pub(super) static FAMILY: Family = Family {
     name: "qwen3_moe",
     class: "Qwen3MoeForCausalLM",
-    multimodal_class: None,
     gguf: Some(Gguf {
         experts: Some(GgufExperts { is_normalized: true, has_shared: false }),
         ..Gguf::new("qwen3moe", RotaryRows::Halves)
     }),
     absent: AbsentKeys { kv_head_count: Some(4), context_tokens: 32_768, ..AbsentKeys::LLAMA },
-    rotary_factor: None,
-    rows: RotaryRows::Halves,
-    has_mtp_layers: false,
-    has_stacked_experts: false,
-    scales_embedding: false,
-    has_norm_offset: false,
     refused: &["attention_bias", "use_sliding_window"],
     layer: qwen3::FAMILY.layer,
     layers: |fields, layer, layer_count| {
@@ -36,7 +29,7 @@ pub(super) static FAMILY: Family = Family {
         let experts = ExpertSpec::new(count, size, choice(fields, 8)?);
         sparse_layers(fields, layer, experts, layer_count)
     },
-    weight_name: |_| None,
+    ..Family::PLAIN
 };
 
 /// Reads the choice of experts; `count` is the number of experts of a token if the key is absent.
