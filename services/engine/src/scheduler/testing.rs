@@ -22,6 +22,10 @@ impl Scheduler {
             }
         };
         self.sequences.check();
+        if let Some(lacking) = &self.lacking {
+            let phase = self.sequences.get(lacking.id).map(|sequence| sequence.phase());
+            assert!(matches!(phase, Some(SequencePhase::Waiting)), "{lacking:?} does not wait");
+        }
         for (id, sequence) in self.sequences.iter() {
             match sequence.phase() {
                 SequencePhase::AwaitingReady => assert!(self.transfers.contains(id)),
