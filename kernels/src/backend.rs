@@ -438,7 +438,7 @@ pub trait Backend: Send + 'static {
     fn matmul(&mut self, rows: usize, x: &Self::Buffer, w: &Self::Matrix, out: &mut Self::Buffer);
     /// Computes `x[row] += bias`.
     fn add_bias(&mut self, rows: usize, bias: &Self::Vector, x: &mut Self::Buffer);
-    /// Returns whether a row of the step has an adapter.
+    /// Returns whether a row of the step has an adapter. Called at the start of a forward pass.
     fn has_adapters(&self, step: &Self::Step) -> bool;
     /// Computes `out[row] += (x[row] · aᵀ) · bᵀ` for each row and each update of the row's adapter.
     /// `rows` is the number of all rows or of the sampled rows of the step.

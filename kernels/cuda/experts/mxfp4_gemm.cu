@@ -7,9 +7,9 @@
 // (e8m0, value 2^(scale - 127)), corrects this and applies the scale.
 //
 // A weight is stored in chunks of 64 rows and 64 columns. A chunk is in the order in which the threads read it, so one
-// bulk copy loads the chunk. The order of a sum over k does not depend on the tile, so the bits of a row do not depend on the other rows. CTAs count their tiles from the lists, so
-// that a captured graph fits any routing. With `pdl`, the GEMM of down fills its ring with weights before the
-// preceding kernel has completed.
+// bulk copy loads the chunk. The order of a sum over k does not depend on the tile, so the bits of a row do not depend
+// on the other rows. CTAs count their tiles from the lists, so that a captured graph fits any routing. With `pdl`, the
+// GEMM of down fills its ring with weights before the preceding kernel has completed.
 //
 // With few rows, the x of a tile stays in shared memory for the whole depth (mxfp4_held.cuh). Warpgroups then share
 // only x: each warpgroup has its own tiles of 64 weight rows, its own ring and its own loading warp. Threads load the

@@ -116,7 +116,9 @@ int wide_gemm_tile(const baton_skinny_gemm_args& p, const Device& device) {
 
 int32_t wide_gemm(const baton_skinny_gemm_args& p, int tile, const Device& device, cudaStream_t stream) {
   const int blocks = ctas_max(p, device);
-  return with_kernel(tile, p.rows, p.epilogue, p.low_rank.shrunk != nullptr, [&](auto kernel) { return decltype(kernel)::run(p, blocks, stream); });
+  const bool has_update = p.low_rank.shrunk != nullptr;
+  return with_kernel(tile, p.rows, p.epilogue, has_update,
+                     [&](auto kernel) { return decltype(kernel)::run(p, blocks, stream); });
 }
 
 }  // namespace baton

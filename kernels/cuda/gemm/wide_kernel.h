@@ -49,6 +49,7 @@ struct Shape {
   static constexpr int kPeerBytes = SPLIT > 1 ? kGroups * 128 * kOwn / 2 * 4 : 0;
   static constexpr int kScaleBytes = PARTS > 0 ? kGroups * kOwn * 4 : 0;  // scales of weight rows, in static memory
   // With FP8, CTAs of the kernel that quantizes x fit beside the ring.
+  static constexpr int kShrinkBytes = 6144;  // shared memory of a CTA of baton_shrink
   static constexpr int kRing = kSmem - (PARTS > 0 ? 4096 : 2048) - kScaleBytes - kPeerBytes;
 
   // Rows of x in a box: whole groups of eight rows for the swizzle. TMA takes three times as long for a row outside the
@@ -57,9 +58,9 @@ struct Shape {
   static __host__ __device__ int box_rows(int rows) { return (rows + 7) / 8 * (kIsSplit ? 16 : 8); }
   static __host__ __device__ int x_bytes(int rows) { return KC * box_rows(rows) * kChunkBytes; }
   static __host__ __device__ int stage_bytes(int rows) { return x_bytes(rows) + kWBytes; }
-  // With an update, the ring leaves shared memory for a CTA of baton_shrink.
+  // With an update, the ring leaves shared memory for a CTA of baton_shrink on the same SM.
   static __host__ __device__ int stages(int rows, bool has_update) {
-    const int fit = (kRing - (has_update ? 6144 : 0)) / stage_bytes(rows);
+    const int fit = (kRing - (has_update ? kShrinkBytes : 0)) / stage_bytes(rows);
     return fit < kStagesMost ? fit : kStagesMost;
   }
   static __host__ __device__ int shared_bytes(int rows, bool has_update) {

@@ -74,8 +74,8 @@ BATON_API int32_t baton_initialise(void);
  * In both cases the kernels of all but four functions of this library release their successor only after their own
  * predecessor has completed and its writes are visible. Data that a kernel reads before its wait must therefore be
  * written at least two kernels before. The other four functions release their successor at once. The successor of
- * baton_quantize and of baton_shrink, and of baton_combine_experts with a residual, may read only weights before its
- * wait, as GEMMs do. The successor of baton_rope_store_kv may read only data that is older than the kernel before
+ * baton_quantize and of baton_shrink, and of baton_combine_experts with a residual, may read only weights, and `ranks`
+ * and `row_adapters` of a baton_low_rank, before its wait, as GEMMs and baton_expand do. The successor of baton_rope_store_kv may read only data that is older than the kernel before
  * baton_rope_store_kv, as attention does.
  * Other kernels (cuBLAS, FlashInfer) are launched without PDL and start after all their predecessors. */
 BATON_API void baton_programmatic_launch(int32_t enabled);
@@ -220,7 +220,7 @@ typedef struct {
 BATON_API int32_t baton_shrink_parts(int32_t rows, int32_t depth);
 
 /* shrunk = x A^T for every row with an adapter. x is bf16 [rows][x_stride]. The next kernel of the stream is a GEMM
- * (baton_programmatic_launch). */
+ * or baton_expand (baton_programmatic_launch). */
 BATON_API int32_t baton_shrink(const baton_low_rank *update, const void *x, int64_t x_stride, int32_t rows, int32_t n,
                                int32_t depth, void *stream);
 /* out[row] += shrunk[row] B^T for every row with an adapter. out is bf16 [rows][out_stride]. */

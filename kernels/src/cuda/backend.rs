@@ -29,7 +29,7 @@ use super::{
     library::KernelLibrary,
     low_rank::{AdapterSizes, CudaLowRank, LowRankBuffers},
     memory::{ALIGNMENT, DeviceMemory, Range},
-    skinny::Skinny,
+    skinny::{Operands, Skinny},
     step::CudaStep,
     tune::{TuningResult, TuningSettings},
     upload::{ReaderShare, Uploads},
@@ -148,7 +148,7 @@ impl CudaBackend {
             }
         };
         if options.adapters.slots > 0 && dtype == Dtype::F32 {
-            let (what, value) = ("the weight format of a node with adapters", dtype.to_string());
+            let (what, value) = ("model.dtype of a node with adapter slots", dtype.to_string());
             return Err(CudaError::Unsupported { what, value, allowed: "bf16 or fp8 on GPUs" });
         }
         library.initialise(context)?;
@@ -408,6 +408,7 @@ impl Backend for CudaBackend {
     }
 
     fn has_adapters(&self, step: &CudaStep) -> bool {
+        // Quantization reads the flag: updates need the rows in bf16.
         self.has_adapters.set(step.has_adapters());
         step.has_adapters()
     }
@@ -420,11 +421,8 @@ impl Backend for CudaBackend {
         step: &CudaStep,
         out: &mut CudaBuffer,
     ) {
-        assert!(x.is_mirrored(), "add_low_rank: the rows are only in FP8");
-        self.finish_rows(rows, x);
         let update = self.low_rank_args(rows, updates, step);
-        self.shrink(rows, x, out.width, &update);
-        self.expand(rows, &update, out);
+        self.add_update(rows, x, &update, out);
     }
 
     fn rows(&self, step: &CudaStep) -> usize {
@@ -801,7 +799,7 @@ impl Backend for CudaBackend {
         // The same kernel after a norm that is not deferred.
         let has_norms = weights.norms.is_some() && !self.is_faulty();
         if !has_norms || !self.skinny_matmul(rows, (x, w, update), qkv) {
-            self.matmul_updated(rows, (x, w), updates.map(|updates| (updates, &*step)), qkv);
+            self.matmul_updated(rows, (x, w, update), qkv);
         }
         self.store_kv(layer, shape, weights, qkv, step);
     }
@@ -821,7 +819,7 @@ impl Backend for CudaBackend {
         if is_whole && self.skinny_onto_residual(rows, operands, bias, residual, (norm, eps), out) {
             return;
         }
-        self.matmul_updated(rows, (x, w), adapters, delta);
+        self.matmul_updated(rows, operands, delta);
         if !is_whole && bias.is_none() {
             // A rank's GEMM returns a partial sum.
             return self.all_reduce_onto_residual(rows, delta, residual, (norm, eps), out);
@@ -846,7 +844,7 @@ impl Backend for CudaBackend {
         let is_fused =
             activation == GatedActivation::Silu && self.skinny_gated(rows, (x, w, update), out);
         if !is_fused {
-            self.matmul_updated(rows, (x, w), adapters, gate_up);
+            self.matmul_updated(rows, (x, w, update), gate_up);
             self.activate(activation, rows, gate_up, out);
         }
     }
@@ -854,20 +852,21 @@ impl Backend for CudaBackend {
 
 impl CudaBackend {
     /// Computes `out = x · wᵀ`, and adds the updates of the rows' adapters.
-    fn matmul_updated(
-        &mut self,
-        rows: usize,
-        (x, w): (&CudaBuffer, &CudaMatrix),
-        adapters: Option<(&CudaLowRank, &CudaStep)>,
-        out: &mut CudaBuffer,
-    ) {
-        let Some((updates, step)) = adapters else { return self.matmul(rows, x, w, out) };
-        let update = self.low_rank_args(rows, updates, step);
+    fn matmul_updated(&mut self, rows: usize, (x, w, update): Operands<'_>, out: &mut CudaBuffer) {
+        let Some(update) = update else { return self.matmul(rows, x, w, out) };
         if self.is_faulty() || self.skinny_matmul(rows, (x, w, Some(update)), out) {
             return;
         }
         self.matmul(rows, x, w, out);
-        self.add_low_rank(rows, x, updates, step, out);
+        self.add_update(rows, x, &update, out);
+    }
+
+    /// Adds the updates of the rows' adapters to the output of a GEMM.
+    fn add_update(&self, rows: usize, x: &CudaBuffer, update: &ffi::LowRank, out: &CudaBuffer) {
+        assert!(x.is_mirrored(), "add_low_rank: the rows are only in FP8");
+        self.finish_rows(rows, x);
+        self.shrink(rows, x, out.width, update);
+        self.expand(rows, update, out);
     }
 
     /// Runs a GEMM without scales on cuBLASLt, into a range.

@@ -70,7 +70,7 @@ impl LowRankBuffers {
         let shrunk_bytes =
             rows.max(PART_ROWS_MAX) * RANGES_MAX * sizes.padded_rank() * size_of::<f32>();
         let bytes = ranks_bytes.next_multiple_of(ALIGNMENT) + shrunk_bytes;
-        let memory = DeviceMemory::new(context, "the products of adapters", bytes)?;
+        let memory = DeviceMemory::new(context, "the shrunk rows of LoRA adapters", bytes)?;
         let ranks = memory.cut(ranks_bytes)?;
         ranks.write(0, &vec![0_i32; sizes.slots])?;
         Ok(Self { ranks: Arc::new(ranks), shrunk: memory.cut(shrunk_bytes)? })
@@ -79,8 +79,8 @@ impl LowRankBuffers {
 
 /// Maximum ranges of a matrix: Q, K and V.
 const RANGES_MAX: usize = 3;
-/// Rows times parts of the most rows with several parts.
-const PART_ROWS_MAX: usize = 512;
+/// Maximum of rows times parts with several parts, as `baton_shrink_parts` documents.
+const PART_ROWS_MAX: usize = 256;
 
 impl CudaLowRank {
     /// Returns the updates of a matrix. `cut` returns memory.
