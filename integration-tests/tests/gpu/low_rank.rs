@@ -234,7 +234,7 @@ pub(crate) fn gemms_with_updates_match_cpu_for_any_size_and_rows() {
         for (&rows, fused) in all_rows.iter().zip([true, true, false].into_iter().cycle()) {
             let HeadShape { kv_heads: kv_head_count, head_dim, .. } = layer.heads;
             let layout = KvLayout { layer_count: 1, kv_head_count, head_dim, dtype: Dtype::Bf16 };
-            let wanted = by_cpu(layer, rows, KvLayout { dtype: Dtype::Bf16, ..layout });
+            let wanted = by_cpu(layer, rows, layout);
             let adapters = AdapterSizes { slots: RANKS.len(), rank_max: 40 };
             let options = CudaOptions { adapters, fused, ..CudaOptions::new(WeightFormat::Bf16) };
             let (mut backend, (matrices, [norm, frequencies], mut buffers)) =
@@ -269,6 +269,7 @@ pub(crate) fn gemms_with_updates_match_cpu_for_any_size_and_rows() {
             for (what, (found, wanted)) in
                 ["queries", "activations", "residual"].iter().zip(found.iter().zip(&wanted))
             {
+                assert_eq!(found.len(), wanted.len(), "{what}");
                 let scale = wanted.iter().fold(0.0_f32, |most, value| most.max(value.abs()));
                 for (at, (found, wanted)) in found.iter().zip(wanted).enumerate() {
                     assert!(
@@ -380,7 +381,10 @@ pub(crate) fn steps_of_several_adapters_match_cpu_with_and_without_graphs() {
                 // Without adapters the same engine replays the graphs of the base model.
                 let base: Vec<_> =
                     mix(&adapters).into_iter().filter(|it| it.adapter.is_none()).collect();
-                compare(&answers(&mut engine, base), &wanted, tolerance, &format!("{what}, base"));
+                let what = format!("{what}, base");
+                let compared = compare(&answers(&mut engine, base), &wanted, tolerance, &what);
+                // A third of the sequences has no adapter.
+                assert!(compared > tokens_min / 3, "{what}: compared {compared} tokens");
             }
         }
     }
@@ -401,11 +405,14 @@ pub(crate) fn adapters_are_replaced_while_steps_of_others_run() {
                 slots.set(2, (count % 3 > 0).then_some(adapter)).unwrap();
             }
         });
-        let mut compared = 0;
+        let mut rounds = 0;
         while !replacing.is_finished() {
-            compared += compare(&answers(&mut engine, mix(&adapters)), &wanted, 0.1, "replacing");
+            let compared =
+                compare(&answers(&mut engine, mix(&adapters)), &wanted, 0.1, "replacing");
+            assert!(compared > 9 * 24 / 4, "compared {compared} tokens");
+            rounds += 1;
         }
-        assert!(compared > 0, "no answer while adapters are replaced");
+        assert!(rounds > 0, "no answer while adapters are replaced");
     });
     // The last adapter of the slot computes like the same adapter in another slot.
     slots.set(2, Some(opened(&checkpoint, &*slots, 2))).unwrap();
