@@ -128,11 +128,14 @@ impl MapBf16 for Vec<f32> {
     }
 }
 
-fn made<B: Backend>(
-    backend: &B,
-    layer: &Layer,
-    rows: usize,
-) -> ([(B::Matrix, B::LowRank); 3], [B::Vector; 2], [B::Buffer; 6]) {
+/// Weights and updates of the GEMMs of a layer, norm and frequencies, and buffers.
+type Made<B> = (
+    [(<B as Backend>::Matrix, <B as Backend>::LowRank); 3],
+    [<B as Backend>::Vector; 2],
+    [<B as Backend>::Buffer; 6],
+);
+
+fn made<B: Backend>(backend: &B, layer: &Layer, rows: usize) -> Made<B> {
     let shapes = layer.shapes();
     let matrices = [1, 2, 3].map(|seed| {
         let shape = &shapes[seed as usize - 1];
@@ -313,7 +316,7 @@ fn mix(adapters: &[Arc<LoadedAdapter>; 2]) -> Vec<NewSequence> {
     let of = |id: u32| {
         let sampling = Sampling { logprobs: Some(0), ..Sampling::greedy() };
         let tokens = (0..1 + 29 * id % 83).map(|i| (i * 37 + id * 5) % 1003).collect();
-        let adapter = (id % 3 > 0).then(|| adapters[id as usize % 3 - 1].clone());
+        let adapter = (!id.is_multiple_of(3)).then(|| adapters[id as usize % 3 - 1].clone());
         NewSequence { adapter, ..sequence(u128::from(id), tokens, 24, sampling) }
     };
     (0..9).map(of).collect()
