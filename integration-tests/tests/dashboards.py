@@ -29,7 +29,7 @@ import yaml  # noqa: E402
 CHART = pathlib.Path(__file__).parents[2] / "helm" / "baton"
 DASHBOARDS = CHART / "files" / "dashboards"
 ALERTS = CHART / "files" / "alerts.yaml"
-DEADLINE = 90
+DEADLINE = 240
 # The client's API key.
 KEY = "key"
 
