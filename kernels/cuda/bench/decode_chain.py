@@ -54,7 +54,7 @@ class Step:
         self.squares = torch.empty(rows, 4096, device="cuda")
         self.part = torch.empty(1 << 24, device="cuda")
 
-    def product(self, layer, name, *arguments, **more):
+    def gemm(self, layer, name, *arguments, **more):
         """Runs a GEMM of a layer."""
         own(self.m.weights[layer][name], *arguments, **more)
 
@@ -70,13 +70,13 @@ class Step:
 
         def add(layer, name, x, tile, next_norm):
             w = m.weights[layer][name]
-            self.product(layer, name, x, RESIDUAL, None, tile, pdl, residual=self.residual, mirror=self.mirror, next_norm=next_norm, squares_out=self.squares)
+            self.gemm(layer, name, x, RESIDUAL, None, tile, pdl, residual=self.residual, mirror=self.mirror, next_norm=next_norm, squares_out=self.squares)
             rows = tile or tile_of(w, self.rows)
             norm.update(squares=self.squares, squares_count=(m.hidden + rows - 1) // rows)
         for l, w in enumerate(m.weights):
             k, v = kv[0, l, 0], kv[0, l, 1]
             if "qkv" in parts:
-                self.product(l, "qkv", self.mirror, QKV, self.q, t["qkv"], pdl, **norm, k=k, v=v, stride_block=kv.stride(0), stride_head=kv.stride(3),
+                self.gemm(l, "qkv", self.mirror, QKV, self.q, t["qkv"], pdl, **norm, k=k, v=v, stride_block=kv.stride(0), stride_head=kv.stride(3),
                     stride_token=kv.stride(4), frequencies=m.freq, positions=self.pos, destinations=self.dest, query_heads=m.heads, kv_heads=m.kv_heads,
                     head_dim=m.dim)
             if "attn" in parts:
@@ -88,7 +88,7 @@ class Step:
             if "o" in parts.split():
                 add(l, "o", self.a, t["o"], w["norm2"])
             if "gate_up" in parts:
-                self.product(l, "gate_up", self.mirror, SILU, self.act, t["gate_up"], pdl, **norm)
+                self.gemm(l, "gate_up", self.mirror, SILU, self.act, t["gate_up"], pdl, **norm)
             if "down" in parts:
                 add(l, "down", self.act, t["down"], m.weights[l + 1]["norm1"] if l + 1 < m.layers else m.norm)
         if "head" in parts:

@@ -124,11 +124,11 @@ class AdapterStep(Step):
         self.updates = updates
         self.adapters = torch.arange(rows, dtype=torch.int32, device="cuda") % adapters
 
-    def product(self, layer, name, x, *arguments, **more):
+    def gemm(self, layer, name, x, *arguments, **more):
         update = self.updates[layer][name]
         update.of_rows(self.adapters)
         update.shrink(x)
-        super().product(layer, name, x, *arguments, low_rank=update.struct, **more)
+        super().gemm(layer, name, x, *arguments, low_rank=update.struct, **more)
 
 
 def updates_of(m, rank, rank_max, slots):

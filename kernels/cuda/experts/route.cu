@@ -321,14 +321,6 @@ __device__ void arrive(const baton_route_args& p, int32_t (&keys)[kRankedMax], L
 
 // ---- Few rows ----
 
-__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                    uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
 // Stores to the same address of another CTA of the cluster.
 __device__ __forceinline__ void store_to(int cta, const void* address, float value) {
   asm volatile(

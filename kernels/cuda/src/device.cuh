@@ -102,6 +102,15 @@ __device__ inline void pdl_wait_and_release() {
   pdl_release();
 }
 
+// c += a b for matrices of 16 by 16 and 16 by 8 bf16 numbers, in the layout of mma.m16n8k16.
+__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                    uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
 // Returns the flag that baton_programmatic_launch has set.
 bool is_programmatic();
 

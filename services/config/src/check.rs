@@ -5,13 +5,10 @@ use std::{fs, net::IpAddr, os::unix::fs::MetadataExt};
 use crate::{
     error::{ConfigError, Problem, Source},
     load::{Config, all_settings},
-    schema::{Cluster, Model, Node, Transfer},
+    schema::{ADAPTER_SLOTS_MAX, Cluster, Model, Node, Transfer},
     types::{ModelPath, Pair, ReasoningFormatName, Secret, ToolFormatName},
     value::Value,
 };
-
-/// Maximum of `model.adapter_slots`, and of a derived number.
-const ADAPTER_SLOTS_MAX: u32 = 64;
 
 impl Config {
     /// Checks settings that depend on each other. A default above a limit that the operator set is

@@ -20,6 +20,9 @@ const fn loopback(port: u16) -> SocketAddr {
     SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), port)
 }
 
+/// Maximum of `model.adapter_slots`, also of a derived number.
+pub(crate) const ADAPTER_SLOTS_MAX: u32 = 64;
+
 const fn secs(count: u64) -> Duration {
     Duration::from_secs(count)
 }
@@ -74,7 +77,7 @@ section! {
         adapter_slots: Auto<u32> = Auto::Derived,
             "As many as model.adapters, on CPUs at least 8. On GPUs each slot takes memory from the \
              start: 0.34 GB for a rank of 64 and a model of 8B parameters.",
-            0..=64;
+            0..=ADAPTER_SLOTS_MAX;
         /// Maximum rank of a LoRA adapter.
         adapter_rank_max: u32 = 64,
             "Most adapters have a rank of 8 to 64; time and memory grow with the rank.",

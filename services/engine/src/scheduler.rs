@@ -79,7 +79,7 @@ pub struct Scheduler {
     kv: KvBlocks,
     sequences: Sequences,
     /// The last sequence that could not be admitted for lack of blocks.
-    lacking: Option<LackingSequence>,
+    blocked: Option<BlockedSequence>,
     /// Available blocks that a running row needed in the last plan and that saves keep; 0 without
     /// such a row.
     row_lacks: u32,
@@ -100,9 +100,10 @@ pub struct Scheduler {
     is_admitting: bool,
 }
 
-/// A sequence that cannot be admitted while `headroom` and the block pool stay as they are.
+/// Waiting sequence that found too few KV blocks. It is not tried again until `headroom` or the
+/// block pool changes.
 #[derive(Debug)]
-struct LackingSequence {
+struct BlockedSequence {
     id: SequenceId,
     /// Available blocks that the sequence needs, `headroom` included.
     needed: u32,
@@ -119,7 +120,7 @@ impl Scheduler {
             seeds,
             kv: KvBlocks::new(config.limits.blocks, config.prefix_cache),
             sequences: Sequences::default(),
-            lacking: None,
+            blocked: None,
             row_lacks: 0,
             slots: Slots::new(config.limits.slots),
             frames: Frames::default(),
@@ -306,7 +307,7 @@ impl Scheduler {
     /// has not ended may arrive again.
     fn remove(&mut self, id: SequenceId) {
         let Some(mut sequence) = self.sequences.remove(id) else { return };
-        self.lacking.take_if(|lacking| lacking.id == id);
+        self.blocked.take_if(|blocked| blocked.id == id);
         if let (Some(sessions), Some(turn)) = (&mut self.sessions, sequence.turn.take()) {
             sessions.put_back(turn);
         }

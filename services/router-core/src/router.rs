@@ -298,8 +298,9 @@ impl RouterCore {
         Ok(())
     }
 
-    /// Takes a place among the waiting answers. An answer that has emitted tokens always finds a
-    /// place: it is bounded by the answers in flight, and a refusal would cut it.
+    /// Takes a place among the waiting answers. An answer that has emitted tokens, and a further
+    /// answer of a request, always find a place: answers in flight bound their number, and a refusal
+    /// would cut the request.
     pub(crate) fn take_place(
         &mut self,
         model: &Arc<str>,

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use kernels::{BLOCK_TOKENS, BlockId, KvGroups, NO_BLOCK, sampling::SampledToken};
 
 use super::{
-    LackingSequence, Scheduler,
+    BlockedSequence, Scheduler,
     loading::publish,
     sequence::{Row, Sequence, SequenceBlocks, SequencePhase},
 };
@@ -249,13 +249,13 @@ impl Scheduler {
         }
         match self.fit_prefix(id) {
             Ok((prefix, rest)) => {
-                self.lacking.take_if(|lacking| lacking.id == id);
+                self.blocked.take_if(|blocked| blocked.id == id);
                 self.kv.hold(&prefix);
                 Some((prefix, rest))
             }
             Err(needed) => {
                 let (headroom, pool_changes) = (self.headroom(), self.kv.pool.changes());
-                self.lacking = Some(LackingSequence { id, needed, headroom, pool_changes });
+                self.blocked = Some(BlockedSequence { id, needed, headroom, pool_changes });
                 self.cancel_awaited_saves(needed, actions);
                 None
             }
@@ -266,7 +266,7 @@ impl Scheduler {
     /// A look-up of a long prefix in the prefix cache at every input would delay the steps.
     pub(super) fn still_lacks_blocks(&self, id: SequenceId) -> bool {
         let now = (id, self.headroom(), self.kv.pool.changes());
-        self.lacking.as_ref().is_some_and(|it| (it.id, it.headroom, it.pool_changes) == now)
+        self.blocked.as_ref().is_some_and(|it| (it.id, it.headroom, it.pool_changes) == now)
     }
 
     /// Returns the cached blocks of the sequence's prefix and the number of blocks that the
@@ -416,10 +416,10 @@ impl Scheduler {
     /// Returns the available blocks that a running row needs, and those that a waiting sequence
     /// needs; 0 when none waits for blocks.
     pub(super) fn awaited_blocks(&self) -> [u32; 2] {
-        let lacking = self.lacking.as_ref().filter(|_| self.unclaimed_slots() > 0);
+        let blocked = self.blocked.as_ref().filter(|_| self.unclaimed_slots() > 0);
         // The row may have ended since the last plan.
         let row_lacks = if self.sequences.running().is_empty() { 0 } else { self.row_lacks };
-        [row_lacks, lacking.map_or(0, |it| it.needed)]
+        [row_lacks, blocked.map_or(0, |it| it.needed)]
     }
 
     /// Returns the blocks to leave for the batch: one of each KV group for each row, so that a new

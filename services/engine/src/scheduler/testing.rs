@@ -22,9 +22,9 @@ impl Scheduler {
             }
         };
         self.sequences.check();
-        if let Some(lacking) = &self.lacking {
-            let phase = self.sequences.get(lacking.id).map(|sequence| sequence.phase());
-            assert!(matches!(phase, Some(SequencePhase::Waiting)), "{lacking:?} does not wait");
+        if let Some(blocked) = &self.blocked {
+            let phase = self.sequences.get(blocked.id).map(|sequence| sequence.phase());
+            assert!(matches!(phase, Some(SequencePhase::Waiting)), "{blocked:?} does not wait");
         }
         for (id, sequence) in self.sequences.iter() {
             match sequence.phase() {

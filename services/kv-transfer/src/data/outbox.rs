@@ -177,6 +177,8 @@ impl Outbox {
         let lost = state.connections.remove(&number);
         if number == 0 || lost.is_some_and(|lost| lost.has_taken_chunks) {
             state.break_off(reason);
+        } else {
+            tracing::debug!(number, reason, "lost a further tcp connection");
         }
         self.changed.notify_all();
     }

@@ -34,7 +34,8 @@ pub struct WaitRequest {
     pub prompt_tokens: u32,
     pub output_tokens_max: u32,
     pub limits: WaitLimits,
-    /// Whether the answer has emitted tokens. Such a request is never rejected.
+    /// Whether the answer has emitted tokens, or is a further answer of its request. Such a request
+    /// is never rejected.
     pub has_begun: bool,
     /// Arrival of the session, if the request is a later turn of it.
     pub session_since: Option<Instant>,

@@ -12,8 +12,8 @@
 //!   waits for its turn to pick.
 //! * The budget renews whenever an attempt emitted tokens, so it bounds attempts without progress.
 //! * Busy nodes cost no attempt: the request waits for a bounded time, or until its deadline if it
-//!   has emitted tokens. Requests that found every node busy pick again in the order of a
-//!   [`FairQueue`](crate::fair_queue::FairQueue).
+//!   has emitted tokens or is a further answer. Requests that found every node busy pick again in
+//!   the order of a [`FairQueue`](crate::fair_queue::FairQueue).
 //! * While no decode node is up, the request waits until its deadline. While no node that is up
 //!   fits, a request that has emitted no token waits for a bounded time, and any other request
 //!   until its deadline: a node that joins may fit.

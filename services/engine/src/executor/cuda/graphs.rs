@@ -76,18 +76,17 @@ impl CaptureTarget<'_> {
         self.step(&StepInput { admissions, sequences, has_adapters, ..EMPTY })
     }
 
-    /// Runs a decode step, then captures its graphs unless `is_run_only`. With `drafts`, the step
-    /// verifies draft tokens.
+    /// Runs a decode step, and captures its graphs if `captures`. With `drafts`, the step verifies
+    /// draft tokens.
     fn capture(
         &mut self,
         rows: u32,
         drafts: Option<Drafts>,
-        is_run_only: bool,
+        captures: bool,
     ) -> Result<Option<SizeGraphs>, CudaError> {
-        let base = self.capture_with(rows, drafts, is_run_only, false)?;
-        let has_slots = self.backend.has_adapter_slots();
-        let adapted = match has_slots {
-            true => self.capture_with(rows, drafts, is_run_only, true)?,
+        let base = self.capture_with(rows, drafts, captures, false)?;
+        let adapted = match self.backend.has_adapter_slots() {
+            true => self.capture_with(rows, drafts, captures, true)?,
             false => None,
         };
         Ok(base.map(|base| SizeGraphs { base, adapted }))
@@ -97,11 +96,11 @@ impl CaptureTarget<'_> {
         &mut self,
         rows: u32,
         drafts: Option<Drafts>,
-        is_run_only: bool,
+        captures: bool,
         has_adapters: bool,
     ) -> Result<Option<Graph>, CudaError> {
         self.step(&StepInput { rows_min: rows, drafts, has_adapters, ..EMPTY })?;
-        if is_run_only {
+        if !captures {
             return Ok(None);
         }
         let Self { model, backend, batch, .. } = self;
@@ -150,13 +149,13 @@ impl Graphs {
         let mut sizes = Vec::new();
         // Capture the largest graph first: it needs the largest shared workspace.
         for rows in decode_sizes(rows_max).into_iter().rev() {
-            sizes.push((rows, parts.capture(rows, None, !can_capture)?));
+            sizes.push((rows, parts.capture(rows, None, can_capture)?));
         }
         sizes.reverse();
         let mut verifying = Vec::new();
         for (rows, tokens) in limits.verified_sizes() {
             let drafts = Some(Drafts { rows: tokens, ngram_min: 1, ngram_max: 1 });
-            verifying.push(((rows, tokens), parts.capture(rows, drafts, !is_on)?));
+            verifying.push(((rows, tokens), parts.capture(rows, drafts, is_on)?));
         }
         tracing::info!(
             captured = sizes.iter().filter(|(_, graph)| graph.is_some()).count(),
