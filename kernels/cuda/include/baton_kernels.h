@@ -30,7 +30,7 @@
 #endif
 
 /* Increases with every incompatible change of this file. */
-#define BATON_ABI_VERSION 14
+#define BATON_ABI_VERSION 15
 
 /* Tokens per KV block. */
 #define BATON_BLOCK_TOKENS 16
@@ -52,7 +52,8 @@ typedef enum {
   BATON_CUDA = 1000      /* BATON_CUDA + cudaError_t */
 } baton_error;
 
-typedef enum { BATON_F32 = 0, BATON_BF16 = 1 } baton_dtype;
+/* FP8 is the type of stored KV only: `dtype` of a baton_kv. */
+typedef enum { BATON_F32 = 0, BATON_BF16 = 1, BATON_FP8 = 2 } baton_dtype;
 
 /* ---- The library itself ------------------------------------------------------------------------ */
 
@@ -151,10 +152,16 @@ BATON_API int32_t baton_gather_rows(int32_t dtype, const void *x, const int32_t 
 
 /* ---- The KV arena -------------------------------------------------------------------------------------- */
 
-/* Contiguous blocks of `[layer][K, V][head][token 16][dim]` from `base` on, with the layers of one KV group. */
+/* Contiguous blocks of `[layer][K, V][head][token 16][dim]` from `base` on, with the layers of one KV group.
+ *
+ * With BATON_FP8, a block is [layer][K, V][head] of 16 * (dim + 1) bytes: the codes [token 16][dim] (e4m3), then the
+ * scales' exponents [token 16], one byte E each. A value is code * 2^(E - 127), which is exact in bf16 and in f32. The
+ * vector of a token and head is quantized from bf16. An infinite value counts as the greatest finite value, NaN as 0.
+ * If the largest magnitude is m * 2^x with 1 <= m < 2, E - 127 is x - 8 for m <= 1.75 and x - 7 above, and E is at least 1.
+ * A code is value * 2^(127 - E), rounded to nearest even. */
 typedef struct {
   void *base;
-  int64_t block_elements; /* layer_count * 2 * head_count * 16 * head_dim */
+  int64_t block_elements; /* layer_count * 2 * head_count * 16 * head_dim; FP8: bytes, with head_dim + 1 */
   int32_t block_count;    /* trash block and zero block included */
   int32_t layer_count;
   int32_t head_count; /* KV heads */
@@ -164,14 +171,14 @@ typedef struct {
 } baton_kv;
 
 /* Computes everything between the QKV GEMM and attention, in one pass. For every row of qkv
- * ([rows][(query_heads + 2 * kv.head_count) * head_dim], T = kv->dtype; queries, keys, values):
+ * ([rows][(query_heads + 2 * kv.head_count) * head_dim], T = kv->dtype, bf16 for FP8; queries, keys, values):
  *   1. bias added (null: none; [that width]),
  *   2. an RMS norm of each query and key head (`query_norm`, `key_norm` [head_dim]; both or neither
  *      null); with `norms_all_heads`, one norm over all query heads and one over all key heads (`query_norm`
  *      [query_heads * head_dim], `key_norm` [kv.head_count * head_dim]),
  *   3. RoPE: pairs (i, i + rotary_dim/2) of query and key heads rotated by positions[row] * frequencies[i], an f32
  *      product (`frequencies` [rotary_dim/2], radians per position; null: no rotation),
- *   4. keys and values written to destinations[row] = block * 16 + token in block, queries to
+ *   4. keys and values written (FP8: quantized) to destinations[row] = block * 16 + token in block, queries to
  *      queries, `query_stride` elements (a multiple of 8) from row to row (query_heads * head_dim when contiguous; `queries` may be
  *      qkv itself, with the width of its rows as stride). Keys and values of qkv are unchanged.
  * Arithmetic is f32 between loads and stores. With PDL, positions, destinations and frequencies are read before the
@@ -194,6 +201,11 @@ typedef struct {
   int32_t norms_all_heads;
 } baton_rope_args;
 BATON_API int32_t baton_rope_store_kv(const baton_kv *kv, const baton_rope_args *args, void *stream);
+
+/* Dequantizes a layer of FP8 KV for prefill attention: out (bf16) [page_count][K, V][head][16][dim] has the tokens of
+ * block pages[i] at page i. Tokens that were never stored are undefined. */
+BATON_API int32_t baton_dequantize_kv(const baton_kv *kv, int32_t layer, const int32_t *pages, int32_t page_count,
+                                      void *out, void *stream);
 
 /* ---- Low-rank updates (LoRA) --------------------------------------------------------------------------- */
 

@@ -1,8 +1,10 @@
-// Between the QKV GEMM and attention, in one pass: bias, head norms, RoPE, KV store.
+// Between the QKV GEMM and attention, in one pass: bias, head norms, RoPE, KV store. Also dequantizes FP8 KV.
 //
 // One warp processes several heads of a row, one after another, because their angles are equal. A lane holds adjacent
 // dimensions and their rotary partners, so RoPE needs no shuffles and loads are wide. Dimensions without
 // rotation are held as pairs, too. The angles are computed before the preceding kernel has completed.
+#include <cuda_fp8.h>
+
 #include <utility>
 
 #include "device.cuh"
@@ -20,6 +22,7 @@ struct RopeParameters {
   int64_t block_elements;
   int64_t layer_offset;  // of the layer's keys in a block
   int64_t value_offset;  // from keys to values
+  int64_t head_stride;
   int rotary_half;
   bool norms_all_heads;
   float norm_eps;
@@ -42,10 +45,30 @@ __device__ float factor_of_all(const T* values, const float* bias, int count, fl
   return 1.f / sqrtf(block_sum(sum, memory) / static_cast<float>(count) + eps);
 }
 
-// PAIRS: pairs a lane holds; dim <= 64 * PAIRS and a multiple of 2 * PAIRS.
-template <class T, int PAIRS>
+// An element of FP8 KV, e4m3.
+using Code = uint8_t;
+
+// Replaces infinite values by the greatest finite ones, and NaN by 0.
+__device__ bf16 finite(bf16 value) {
+  const unsigned short bits = __bfloat16_as_ushort(value), magnitude = bits & 0x7fff;
+  if (magnitude < 0x7f80) return value;
+  return __ushort_as_bfloat16(magnitude == 0x7f80 ? bits - 1 : 0);
+}
+
+// Returns the scale's exponent E of a vector whose largest magnitude is `amax`: the least with codes of at most 448,
+// 1.75 * 2^8.
+__device__ int scale_exponent(bf16 amax) {
+  const int bits = __bfloat16_as_ushort(amax), mantissa = bits & 0x7f;
+  return max((bits >> 7) - (mantissa > 0x60 ? 7 : 8), 1);
+}
+
+// Returns 2^exponent.
+__device__ float power_of_two(int exponent) { return __uint_as_float((exponent + 127) << 23); }
+
+// PAIRS: pairs a lane holds; dim <= 64 * PAIRS and a multiple of 2 * PAIRS. KV: T, or Code.
+template <class T, class KV, int PAIRS>
 __global__ void __launch_bounds__(HEADS* WARP)
-    rope_store_kernel(const T* qkv, T* queries, T* arena, const float* bias, const float* query_norm,
+    rope_store_kernel(const T* qkv, T* queries, KV* arena, const float* bias, const float* query_norm,
                       const float* key_norm, const float* frequencies, const int32_t* positions,
                       const int32_t* destinations, int dim, const RopeParameters shape) {
   using Pack = Neighbours<T, PAIRS>;
@@ -119,9 +142,8 @@ __global__ void __launch_bounds__(HEADS* WARP)
         high[pair] = high[pair] * scale * norm[partner + pair];
       }
     }
-    if (!has_any) continue;
 
-    if (turns && (is_query || is_key)) {
+    if (turns && has_any && (is_query || is_key)) {
 #pragma unroll
       for (int pair = 0; pair < PAIRS; ++pair) {
         const float x = low[pair], y = high[pair];
@@ -130,36 +152,109 @@ __global__ void __launch_bounds__(HEADS* WARP)
       }
     }
 
-    T* to;
-    if (is_query) {
-      to = queries + row * shape.query_stride + head * dim;
-    } else {
-      const int kv_head = head - shape.query_heads - (is_key ? 0 : shape.kv_heads);
-      to = arena + block * shape.block_elements + shape.layer_offset + (is_key ? 0 : shape.value_offset) +
-           (kv_head * BATON_BLOCK_TOKENS + token) * dim;
-    }
     Pack lower, upper;
 #pragma unroll
     for (int pair = 0; pair < PAIRS; ++pair) {
       lower.values[pair] = narrow<T>(low[pair]);
       upper.values[pair] = narrow<T>(high[pair]);
     }
-    *reinterpret_cast<Pack*>(to + first) = lower;
-    *reinterpret_cast<Pack*>(to + partner) = upper;
+    const auto store = [&](auto* to, const auto& lower, const auto& upper) {
+      if (!has_any) return;
+      using Stored = std::decay_t<decltype(lower)>;
+      *reinterpret_cast<Stored*>(to + first) = lower;
+      *reinterpret_cast<Stored*>(to + partner) = upper;
+    };
+    if (is_query) {
+      store(queries + row * shape.query_stride + head * dim, lower, upper);
+      continue;
+    }
+    const int kv_head = head - shape.query_heads - (is_key ? 0 : shape.kv_heads);
+    KV* const of_head = arena + block * shape.block_elements + shape.layer_offset + (is_key ? 0 : shape.value_offset) +
+                        kv_head * shape.head_stride;
+    if constexpr (std::is_same_v<KV, T>) {
+      store(of_head + token * dim, lower, upper);
+    } else {
+      unsigned amax = 0;
+#pragma unroll
+      for (int pair = 0; pair < PAIRS; ++pair) {
+        lower.values[pair] = finite(lower.values[pair]);
+        upper.values[pair] = finite(upper.values[pair]);
+        amax = max(amax, __bfloat16_as_ushort(lower.values[pair]) & 0x7fffu);
+        amax = max(amax, __bfloat16_as_ushort(upper.values[pair]) & 0x7fffu);
+      }
+      const int exponent = scale_exponent(__ushort_as_bfloat16(__reduce_max_sync(FULL, amax)));
+      const float inverse = power_of_two(127 - exponent);
+      Neighbours<Code, PAIRS> lower_codes, upper_codes;
+#pragma unroll
+      for (int pair = 0; pair < PAIRS; ++pair) {
+        lower_codes.values[pair] = __nv_cvt_float_to_fp8(widen(lower.values[pair]) * inverse, __NV_SATFINITE, __NV_E4M3);
+        upper_codes.values[pair] = __nv_cvt_float_to_fp8(widen(upper.values[pair]) * inverse, __NV_SATFINITE, __NV_E4M3);
+      }
+      store(of_head + token * dim, lower_codes, upper_codes);
+      if (threadIdx.x % WARP == 0) of_head[BATON_BLOCK_TOKENS * dim + token] = exponent;
+    }
+  }
+}
+
+constexpr int DEQUANTIZE_THREADS = 256;
+constexpr int DEQUANTIZE_VECTORS = 4;  // of eight elements a thread
+
+// Each CTA dequantizes a part of one page.
+__global__ void __launch_bounds__(DEQUANTIZE_THREADS)
+    dequantize_kernel(const Code* layer, const int32_t* pages, bf16* out, int64_t block_bytes, int heads, int dim) {
+  pdl_wait_and_release();
+  const int head_vectors = BATON_BLOCK_TOKENS * dim / 8, vectors = heads * head_vectors;
+  const Code* const page = layer + pages[blockIdx.x] * block_bytes;
+  bf16* const to = out + int64_t{8} * vectors * blockIdx.x;
+  const int begin = blockIdx.y * DEQUANTIZE_VECTORS * DEQUANTIZE_THREADS + threadIdx.x;
+  uint2 codes[DEQUANTIZE_VECTORS];
+  Code exponents[DEQUANTIZE_VECTORS];
+#pragma unroll
+  for (int i = 0; i < DEQUANTIZE_VECTORS; ++i) {
+    const int vector = begin + i * DEQUANTIZE_THREADS;
+    if (vector >= vectors) break;
+    const int head = vector / head_vectors, at = (vector - head * head_vectors) * 8;
+    const Code* const of_head = page + int64_t{head} * BATON_BLOCK_TOKENS * (dim + 1);
+    codes[i] = *reinterpret_cast<const uint2*>(of_head + at);
+    exponents[i] = of_head[BATON_BLOCK_TOKENS * dim + at / dim];
+  }
+#pragma unroll
+  for (int i = 0; i < DEQUANTIZE_VECTORS; ++i) {
+    const int vector = begin + i * DEQUANTIZE_THREADS;
+    if (vector >= vectors) break;
+    const float scale = power_of_two(exponents[i] - 127);
+    float values[8];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const unsigned word = j < 2 ? codes[i].x : codes[i].y;
+      const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(word >> (j % 2 * 16), __NV_E4M3);
+      const float2 wide = __half22float2(pair);
+      values[2 * j] = wide.x * scale;
+      values[2 * j + 1] = wide.y * scale;
+    }
+    store8(to + int64_t{vector} * 8, values);
   }
 }
 
 }  // namespace
 
 int32_t load_rope() {
-  auto all = [](auto element) {
+  auto all = [](auto element, auto stored) {
     using T = decltype(element);
-    BATON_TRY(load(rope_store_kernel<T, 1>));
-    BATON_TRY(load(rope_store_kernel<T, 2>));
-    return load(rope_store_kernel<T, 4>);
+    using KV = decltype(stored);
+    BATON_TRY(load(rope_store_kernel<T, KV, 1>));
+    BATON_TRY(load(rope_store_kernel<T, KV, 2>));
+    return load(rope_store_kernel<T, KV, 4>);
   };
-  BATON_TRY(all(float()));
-  return all(bf16());
+  BATON_TRY(all(float(), float()));
+  BATON_TRY(all(bf16(), bf16()));
+  BATON_TRY(all(bf16(), Code()));
+  return load(dequantize_kernel);
+}
+
+// Returns the elements of a head's half of a layer in a block; FP8: the bytes.
+static int64_t head_stride(const baton_kv& kv) {
+  return int64_t{BATON_BLOCK_TOKENS} * (kv.head_dim + (kv.dtype == BATON_FP8));
 }
 
 int32_t check_kv(const baton_kv& kv) {
@@ -170,8 +265,7 @@ int32_t check_kv(const baton_kv& kv) {
   // Destinations are block * 16 + token in an int32.
   BATON_REQUIRE(kv.block_count > 0 && kv.block_count <= (1 << 27),
                 "kv.block_count is %d; expected 1 to 2^27", kv.block_count);
-  const int64_t elements =
-      int64_t{2} * kv.layer_count * kv.head_count * BATON_BLOCK_TOKENS * kv.head_dim;
+  const int64_t elements = int64_t{2} * kv.layer_count * kv.head_count * head_stride(kv);
   BATON_REQUIRE(kv.block_elements == elements, "kv.block_elements is %lld; the layout makes it %lld",
                 static_cast<long long>(kv.block_elements), static_cast<long long>(elements));
   BATON_REQUIRE(kv.base != nullptr, "kv.base is null");
@@ -208,7 +302,8 @@ BATON_API int32_t baton_rope_store_kv(const baton_kv* kv, const baton_rope_args*
     shape.kv_heads = kv->head_count;
     shape.query_stride = args->query_stride;
     shape.block_elements = kv->block_elements;
-    shape.value_offset = static_cast<int64_t>(kv->head_count) * BATON_BLOCK_TOKENS * dim;
+    shape.head_stride = head_stride(*kv);
+    shape.value_offset = kv->head_count * shape.head_stride;
     shape.layer_offset = 2 * args->layer * shape.value_offset;
     shape.norm_eps = args->norm_eps;
     // Few rows need many CTAs; many rows save angle computations with fewer CTAs.
@@ -216,17 +311,38 @@ BATON_API int32_t baton_rope_store_kv(const baton_kv* kv, const baton_rope_args*
     // One CTA per row, so that the norm over all heads is computed before any query is overwritten.
     const bool is_split = args->rows < ROWS_MANY && !shape.norms_all_heads;
     const dim3 grid(args->rows, is_split ? divide_up(heads, HEADS) : 1);
-    return with_dtype(kv->dtype, [&](auto element) {
+    const auto store = [&](auto element, auto stored) {
       using T = decltype(element);
+      using KV = decltype(stored);
       auto run = [&](auto kernel) {
         return launch("rope and KV store", kernel, grid, dim3(HEADS * WARP), 0, as_stream(stream),
                       static_cast<const T*>(args->qkv), static_cast<T*>(args->queries),
-                      static_cast<T*>(kv->base), args->bias, args->query_norm, args->key_norm,
+                      static_cast<KV*>(kv->base), args->bias, args->query_norm, args->key_norm,
                       args->frequencies, args->positions, args->destinations, dim, shape);
       };
-      if (dim <= 64) return run(rope_store_kernel<T, 1>);
-      if (dim <= 128) return run(rope_store_kernel<T, 2>);
-      return run(rope_store_kernel<T, 4>);
-    });
+      if (dim <= 64) return run(rope_store_kernel<T, KV, 1>);
+      if (dim <= 128) return run(rope_store_kernel<T, KV, 2>);
+      return run(rope_store_kernel<T, KV, 4>);
+    };
+    if (kv->dtype == BATON_FP8) return store(bf16(), Code());
+    return with_dtype(kv->dtype, [&](auto element) { return store(element, element); });
+  });
+}
+
+BATON_API int32_t baton_dequantize_kv(const baton_kv* kv, int32_t layer, const int32_t* pages, int32_t page_count,
+                                      void* out, void* stream) {
+  return guarded([&] {
+    BATON_REQUIRE(kv && pages && out, "kv, pages or out is null");
+    BATON_TRY(check_kv(*kv));
+    BATON_REQUIRE(kv->dtype == BATON_FP8, "kv.dtype is %d; expected 2 (FP8)", kv->dtype);
+    BATON_REQUIRE(layer >= 0 && layer < kv->layer_count, "layer is %d; expected 0 to %d", layer, kv->layer_count - 1);
+    BATON_REQUIRE(page_count >= 0, "page_count is %d; expected 0 or more", page_count);
+    if (page_count == 0) return static_cast<int32_t>(BATON_OK);
+    const int heads = 2 * kv->head_count;
+    const int64_t vectors = int64_t{heads} * BATON_BLOCK_TOKENS * kv->head_dim / 8;
+    const dim3 grid(page_count, divide_up(vectors, DEQUANTIZE_THREADS * DEQUANTIZE_VECTORS));
+    return launch("KV dequantization", dequantize_kernel, grid, dim3(DEQUANTIZE_THREADS), 0, as_stream(stream),
+                  static_cast<const Code*>(kv->base) + layer * heads * head_stride(*kv), pages, static_cast<bf16*>(out),
+                  kv->block_elements, heads, kv->head_dim);
   });
 }

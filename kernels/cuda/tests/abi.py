@@ -7,6 +7,7 @@ import torch
 P, I32, I64, U32, U64, F32 = c.c_void_p, c.c_int32, c.c_int64, c.c_uint32, c.c_uint64, c.c_float
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 AUTO, PLAIN, FA2, FA3 = range(4)
+BF16, FP8 = 1, 2
 TOP_MAX = 32
 
 
@@ -94,6 +95,7 @@ ARGUMENTS = {
     "quantize": [P],
     "gather_rows": [I32, P, P, P, I32, I32],
     "rope_store_kv": [P, P],
+    "dequantize_kv": [P, I32, P, I32, P],
     "step_prepare": [P, P, P, I32, I32, I32, I32],
     "step_supply": [P, P, P, I32],
     "attention_prepare": [I32, P, P, P, P],
@@ -177,6 +179,13 @@ def kv_arena(blocks, layers, heads, dim, dtype, fill=float("nan")):
     """Returns a tensor [block][layer][half][head][token][dim] and its baton_kv."""
     tensor = torch.full((blocks, layers, 2, heads, 16, dim), fill, dtype=dtype, device="cuda")
     return tensor, Kv(tensor.data_ptr(), tensor[0].numel(), blocks, layers, heads, dim, DTYPES[dtype], 0)
+
+
+def fp8_arena(blocks, layers, heads, dim):
+    """Returns a tensor [block][layer][half][head][16 * (dim + 1)] of NaN codes with the largest scale, and its baton_kv."""
+    tensor = torch.full((blocks, layers, 2, heads, 16 * (dim + 1)), 0x7F, dtype=torch.uint8, device="cuda")
+    tensor[..., 16 * dim :] = 255
+    return tensor, Kv(tensor.data_ptr(), tensor[0].numel(), blocks, layers, heads, dim, FP8, 0)
 
 
 class AttentionMemory:

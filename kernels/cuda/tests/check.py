@@ -13,6 +13,7 @@ import time
 import numpy as np
 import torch
 
+import fp8
 import rules
 from abi import *
 
@@ -177,6 +178,55 @@ def check_rope():
     arena, kv = kv_arena(2, 1, 1, 8, torch.float32)
     kv.block_elements += 8
     expect_error(1, "block_elements", lambda: lib.rope_store_kv(kv, args))
+    return f"{cases} cases"
+
+
+def check_fp8_kv():
+    """Checks that stored FP8 KV is bit-equal to the rule applied to stored bf16 KV, and that it dequantizes exactly."""
+    cases = 0
+    for dim, (heads, kv_heads), rows in few(itertools.product((8, 64, 80, 128, 256), ((1, 1), (9, 3), (32, 8)), (1, 33, 600)), 6):
+        blocks, layers, layer = 40, 3, random.randrange(3)
+        width = (heads + 2 * kv_heads) * dim
+        qkv = (torch.randn(rows, width, device="cuda") * torch.exp2(torch.randint(-12, 12, (rows, 1), device="cuda").float())).bfloat16()
+        # Bits of any value in some rows, subnormal ones, zeros, and single infinities and NaN.
+        bits = qkv.view(torch.int16)
+        bits[::7] = torch.randint(-2**15, 2**15, bits[::7].shape, dtype=torch.int16, device="cuda")
+        bits[1::7] = torch.randint(0, 1200, bits[1::7].shape, dtype=torch.int16, device="cuda")
+        qkv[2::7] = 0
+        qkv[3::7, ::37] = torch.inf
+        qkv[4::7, ::41] = -torch.inf
+        qkv[5::7, ::43] = NAN
+        at, to = ints([random.randrange(4096) for _ in range(rows)]), ints(random.sample(range(blocks * 16), rows))
+        frequencies = rand(dim // 2).abs()
+        arenas = kv_arena(blocks, layers, kv_heads, dim, torch.bfloat16), fp8_arena(blocks, layers, kv_heads, dim)
+        before, queries = arenas[1][0].clone(), []
+        for _, kv in arenas:
+            queries.append(torch.empty(rows, heads * dim, dtype=torch.bfloat16, device="cuda"))
+            lib.rope_store_kv(kv, RopeArgs(qkv.data_ptr(), queries[-1].data_ptr(), heads * dim, None, None, None,
+                                           frequencies.data_ptr(), at.data_ptr(), to.data_ptr(), 1e-6, heads, layer, rows, dim, 0))
+        what = f"dim {dim} heads {heads}/{kv_heads} rows {rows}"
+        equal(queries[0].view(torch.int16), queries[1].view(torch.int16), what + " queries")
+        (plain, _), (stored, kv) = arenas
+        block, token = to.long() // 16, to.long() % 16
+        codes, exponents = fp8.quantize(plain[block, layer, :, :, token].view(torch.int16).cpu().numpy().view(np.uint16))
+        want = before.clone()
+        want[..., : 16 * dim].unflatten(-1, (16, dim))[block, layer, :, :, token] = torch.from_numpy(codes).cuda()
+        want[..., 16 * dim :][block, layer, :, :, token] = torch.from_numpy(exponents).cuda()
+        equal(stored, want, what)
+        pages = ints(random.choices(range(blocks), k=rows))
+        out = poisoned(rows, 2 * kv_heads * 16 * dim, torch.bfloat16)
+        lib.dequantize_kv(kv, layer, pages, rows, out)
+        untouched_end(out, "dequantize_kv")
+        got = out[:rows].view(rows, 2, kv_heads, 16, dim).float()
+        wanted = fp8.dequantize(stored[pages.long(), layer], dim)
+        is_stored = torch.zeros(blocks, 16, dtype=torch.bool, device="cuda")
+        is_stored[block, token] = True
+        mask = is_stored[pages.long()][:, None, None, :, None]
+        equal(torch.where(mask, got, 0), torch.where(mask, wanted, 0), what + " dequantized")
+        cases += 1
+    expect_error(1, "kv.dtype is 1; expected 2", lambda: lib.dequantize_kv(arenas[0][1], 0, pages, 1, out))
+    kv.block_elements -= 16
+    expect_error(1, "block_elements", lambda: lib.dequantize_kv(kv, 0, pages, 1, out))
     return f"{cases} cases"
 
 
@@ -774,7 +824,7 @@ def check_probe():
     return ""
 
 
-PARTS = dict(rows=check_rows, rope=check_rope, step=check_step, attention=check_attention,
+PARTS = dict(rows=check_rows, rope=check_rope, fp8_kv=check_fp8_kv, step=check_step, attention=check_attention,
              invariance=check_attention_invariance, sample=check_sample, step_graph=check_step_graph,
              errors=check_errors, probe=check_probe, dependent_launch=check_dependent_launch)
 
