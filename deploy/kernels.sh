@@ -137,6 +137,7 @@ compile() {
             own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/experts/*.h kernels/cuda/experts/*.cuh kernels/cuda/gemm/hopper.h)
             unit_flags+=(-Ikernels/cuda/experts) ;;
         ranges) own_headers+=(kernels/cuda/trace/*.h) unit_flags+=(-Ikernels/cuda/trace) ;;
+        decode_attention) own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/attention/*.cuh) ;;
         *_gemm | low_rank) own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/gemm/*.h) ;;
         *) own_headers+=(kernels/cuda/src/*.cuh) ;;
     esac

@@ -10,7 +10,7 @@ import sys
 import torch
 
 from harness import Results, alternate, capture, check, load, load_kernels, ptr, relative_error, stream
-from abi import DecodeArgs
+from abi import BF16, DecodeArgs
 
 kernels = load_kernels()
 i32, i64, f32 = ctypes.c_int32, ctypes.c_int64, ctypes.c_float
@@ -24,7 +24,7 @@ SMS = torch.cuda.get_device_properties(0).multi_processor_count
 
 def own(q, k, v, strides, pages, indptr, lens, out, kv_heads, group, dim, window, part, counters, grid, pdl=0):
     args = DecodeArgs(q.data_ptr(), q.stride(0), k, v, *strides, pages.data_ptr(), indptr.data_ptr(), lens.data_ptr(), out.data_ptr(), out.stride(0),
-                      part.data_ptr(), counters.data_ptr(), q.shape[0], kv_heads, group, dim, window, 1 / math.sqrt(dim), grid, pdl)
+                      part.data_ptr(), counters.data_ptr(), q.shape[0], kv_heads, group, dim, window, 1 / math.sqrt(dim), grid, pdl, 0, BF16)
     check(kernels.baton_decode_attention(ctypes.byref(args), stream()), f"decode attention, grid {grid}", kernels)
 
 

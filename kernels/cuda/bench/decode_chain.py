@@ -13,7 +13,7 @@ import sys
 import torch
 
 from harness import Results, alternate, capture, check, stream
-from abi import DTYPES, DecodeArgs
+from abi import BF16, DTYPES, DecodeArgs
 from skinny_gemm import F32, QKV, RESIDUAL, SILU, kernels, own, tile_of
 
 PAGE = 16
@@ -83,7 +83,7 @@ class Step:
                 args = DecodeArgs(self.q.data_ptr(), self.q.stride(0), k.data_ptr(), v.data_ptr(), kv.stride(0), kv.stride(3), kv.stride(4),
                                   self.table.data_ptr(), self.indptr.data_ptr(), self.lens.data_ptr(), self.a.data_ptr(), self.a.stride(0),
                                   self.part.data_ptr(), self.counters.data_ptr(), self.rows, m.kv_heads, m.heads // m.kv_heads, m.dim, 0,
-                                  1 / math.sqrt(m.dim), 0, pdl)
+                                  1 / math.sqrt(m.dim), 0, pdl, 0, BF16)
                 check(kernels.baton_decode_attention(ctypes.byref(args), stream()), "attention", kernels)
             if "o" in parts.split():
                 add(l, "o", self.a, t["o"], w["norm2"])

@@ -15,7 +15,7 @@ import tempfile
 import torch
 
 from harness import alternate, capture, check, stream
-from abi import CombineArgs, DecodeArgs, ExpertGemmArgs, Kv, QuantizeArgs, RopeArgs, RouteArgs, SkinnyArgs
+from abi import BF16, CombineArgs, DecodeArgs, ExpertGemmArgs, Kv, QuantizeArgs, RopeArgs, RouteArgs, SkinnyArgs
 
 HIDDEN, HEADS, KV_HEADS, DIM, EXPERTS, CHOSEN, INNER = 2048, 32, 4, 128, 128, 8, 768
 QKV_WIDTH, QUERY_WIDTH = (HEADS + 2 * KV_HEADS) * DIM, HEADS * DIM
@@ -131,7 +131,7 @@ class Step:
                 DecodeArgs, q=self.qkv, q_stride=QKV_WIDTH, k=keys, v=values, stride_block=kv.stride(0), stride_head=kv.stride(3),
                 stride_token=kv.stride(4), pages=self.table, page_indptr=self.page_indptr, kv_len=self.lengths, out=self.attended,
                 out_stride=QUERY_WIDTH, partial=self.partial, counters=self.counters, rows=rows, kv_heads=KV_HEADS,
-                group=HEADS // KV_HEADS, head_dim=DIM, scale=1 / math.sqrt(DIM), pdl=1))
+                group=HEADS // KV_HEADS, head_dim=DIM, scale=1 / math.sqrt(DIM), pdl=1, kv_dtype=BF16))
             tile = self.gemm(layer.o, layer.o_scales, self.attended, RESIDUAL, residual=self.residual, mirror=self.normed,
                              next_norm=layer.ffn_norm, squares_out=self.squares)
             self.experts(layer, self.layers[(index + 1) % len(self.layers)].norm, (HIDDEN + tile - 1) // tile)

@@ -52,7 +52,7 @@ typedef enum {
   BATON_CUDA = 1000      /* BATON_CUDA + cudaError_t */
 } baton_error;
 
-/* FP8 is the type of stored KV only: `dtype` of a baton_kv. */
+/* FP8 is the type of stored KV only: `dtype` of a baton_kv, and `kv_dtype` of decode attention. */
 typedef enum { BATON_F32 = 0, BATON_BF16 = 1, BATON_FP8 = 2 } baton_dtype;
 
 /* ---- The library itself ------------------------------------------------------------------------ */
@@ -524,16 +524,21 @@ BATON_API int32_t baton_attention_run(const baton_attention_plan *plan_host,
                                       const baton_step *step, const float *sinks, void *out,
                                       int32_t sequences, int32_t rows, void *stream);
 
-/* Baton's decode attention: one query token per row, bf16, any mix of lengths, no host plan. A captured launch follows
- * the lengths in device memory. With `tokens` above 1, every row has this many query tokens, which verify draft tokens:
+/* Baton's decode attention: one query token per row, KV in bf16 or FP8, any mix of lengths, no host plan. A captured
+ * launch follows the lengths in device memory. With `tokens` above 1, every row has this many query tokens, which verify draft tokens:
  * query token t of row r is row r * tokens + t of `q` and `out`, and sees the first positions[r * tokens] + 1 + t tokens,
- * at most kv_len[r]. 168 bytes. */
+ * at most kv_len[r].
+ * With FP8, q is rounded to f16 (at most 65,504), and so is 2^8 times a probability times the scale of its token's values.
+ * Values are cut in a token whose largest value is 2^16 or more, and lose precision where it is below about 2^-6: the
+ * absolute error of such a product is up to 2^-25. 168 bytes. */
 typedef struct {
-  const void *q;    /* [rows][kv_heads * group][head_dim], rows q_stride apart */
+  const void *q;    /* bf16 [rows][kv_heads * group][head_dim], rows q_stride apart */
   int64_t q_stride; /* at least kv_heads * group * head_dim, a multiple of 8 */
   const void *k;    /* this layer's keys of block 0 */
   const void *v;
-  int64_t stride_block; /* strides of a baton_kv: block_elements, 16 * head_dim, head_dim; multiples of 8 */
+  /* Strides of a baton_kv: block_elements, 16 * head_dim, head_dim; multiples of 8. FP8: bytes, block_elements,
+   * 16 * (head_dim + 1), head_dim; multiples of 16. */
+  int64_t stride_block;
   int64_t stride_head;
   int64_t stride_token;
   const int32_t *pages;       /* the blocks of row r: pages[page_indptr[r]..] */
@@ -557,7 +562,7 @@ typedef struct {
    * after baton_step_prepare, a block copy, or another library's kernel with programmatic launch. */
   int32_t pdl;
   int32_t tokens;   /* query tokens a row; 0 and 1: one. rows * tokens is at most 1,024 above 1 */
-  int32_t reserved;
+  int32_t kv_dtype; /* BATON_BF16 or BATON_FP8 */
   const int32_t *positions; /* [rows * tokens], of the query tokens; only read if tokens > 1 */
   const float *sinks;       /* as in baton_attention_run */
 } baton_decode_attention_args;

@@ -60,7 +60,7 @@ SkinnyArgs = struct("SkinnyArgs", weight=P, weight_scales=P, x=P, x_scales=P, x_
 DecodeArgs = struct("DecodeArgs", q=P, q_stride=I64, k=P, v=P, stride_block=I64, stride_head=I64, stride_token=I64,
                     pages=P, page_indptr=P, kv_len=P, out=P, out_stride=I64, partial=P, counters=P, rows=I32,
                     kv_heads=I32, group=I32, head_dim=I32, window=I32, scale=F32, sms=I32, pdl=I32, tokens=I32,
-                    reserved=I32, positions=P, sinks=P)
+                    kv_dtype=I32, positions=P, sinks=P)
 Group = struct("Group", arenas=P * 8, arena_bytes=I64, fault=P, timeout_ns=I64, rank=I32, ranks=I32)
 AllReduceArgs = struct("AllReduceArgs", x=P, out=P, residual=P, weight=P, eps=F32, dtype=I32, rows=I32, width=I32,
                        algorithm=I32, pdl=I32)

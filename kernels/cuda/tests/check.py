@@ -487,6 +487,93 @@ def check_attention():
     return ", ".join(f"{name} {count} worst {error:.0e}" for name, (error, count) in worst.items())
 
 
+def decode_cases():
+    """Yields (KV type, dim, KV heads, group, window, query tokens, lengths)."""
+    odd = [1, 15, 16, 17, 33, 255, 256, 257, 1000, 4097, 2, 31, 700]
+    for kv_dtype, dim in itertools.product((BF16, FP8), (64, 128)):
+        for group in (1, 3, 4, 5, 8):
+            for window in (0, 100):
+                yield kv_dtype, dim, random.choice((1, 2, 8)), group, window, 1, odd + [0]
+                tokens = random.randint(2, 8)
+                yield kv_dtype, dim, random.choice((1, 2, 8)), group, window, tokens, [max(n, tokens) for n in odd]
+        yield kv_dtype, dim, 8, 4, 0, 1, [617] * 128  # four heads per CTA
+        yield kv_dtype, dim, 8, random.randint(1, 8), 333, 1, [random.randint(0, 700) for _ in range(300)]
+        yield kv_dtype, dim, 1, 2, 0, 1, [131_072, 5]
+
+
+def check_decode():
+    """Checks decode attention against float64. Nothing outside the rows' tokens may matter."""
+    worst = {BF16: 0.0, FP8: 0.0}
+    cases = few(decode_cases(), 12)
+    for kv_dtype, dim, heads, group, window, tokens, lengths in cases:
+        rows, layers, layer = len(lengths), 2, 1
+        need = [(length + 15) // 16 for length in lengths]
+        order = random.sample(range(sum(need) + 3), sum(need))
+        sizes = sum(need) + 3, layers, heads, dim
+        arena, _ = fp8_arena(*sizes) if kv_dtype == FP8 else kv_arena(*sizes, torch.bfloat16)
+        q = rand(rows * tokens, heads * group, dim, dtype=torch.bfloat16, scale=3)
+        want = torch.zeros(rows * tokens, heads, group, dim, dtype=torch.float64, device="cuda")
+        sinks = random.choice((None, 4 * rand(heads * group)))
+        positions, at = [], 0
+        for row, length in enumerate(lengths):
+            # Draft tokens may reach beyond the length.
+            first = max(length - tokens + random.choice((0, 0, 1)), 0) if tokens > 1 else length - 1
+            positions += range(first, first + tokens)
+            pages = order[at : at + need[row]]
+            at += need[row]
+            if not length:
+                continue
+            shape = (need[row], 2, heads, 16, dim)
+            values = torch.randn(shape, device="cuda") * torch.exp2(torch.randint(-3, 3, (*shape[:-1], 1), device="cuda").float())
+            if length > 100_000:  # one key that the first query finds
+                values[70_000 // 16, 0, 0, 70_000 % 16] = 2 * q[row * tokens, 0].float()
+            seen = torch.arange(16 * need[row], device="cuda").view(-1, 16) < length
+            if kv_dtype == FP8:
+                blocks, unseen = fp8.blocks_of(values), ~seen[:, None, None, :].expand(shape[:-1])
+                blocks[..., : 16 * dim].unflatten(-1, (16, dim))[unseen] = 0x7F
+                blocks[..., 16 * dim :][unseen] = 255
+                arena[pages, layer] = blocks
+                known = fp8.dequantize(blocks, dim)
+            else:
+                known = torch.where(seen[:, None, None, :, None], values, NAN).bfloat16()
+                arena[pages, layer] = known
+            keys, values = known.permute(1, 2, 0, 3, 4).reshape(2, heads, -1, dim)[:, :, :length].double()
+            scores = torch.einsum("thgd,hnd->thgn", q[row * tokens : (row + 1) * tokens].double().unflatten(1, (heads, group)), keys) * dim**-0.5
+            ends = torch.tensor([min(first + 1 + t, length) for t in range(tokens)], device="cuda")[:, None, None, None]
+            index = torch.arange(length, device="cuda")
+            scores = scores.masked_fill((index >= ends) | ((index < ends - window) if window else False), -torch.inf)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.double().view(heads, group, 1).expand(tokens, -1, -1, 1)), -1)
+            weights = scores.softmax(-1)[..., :length]
+            if length > 100_000:
+                assert sinks is not None or weights[0, 0, 0, 70_000] > 0.9
+            want[row * tokens : (row + 1) * tokens] = torch.einsum("thgn,hnd->thgd", weights, values)
+        indptr = ints([0, *itertools.accumulate(need)])
+        lens, table, places = ints(lengths), ints(order + [0]), ints(positions)
+        counters = torch.zeros(rows * tokens * heads, dtype=torch.int32, device="cuda")
+        for sms in (0, 7):
+            partial = torch.full((lib.raw.baton_decode_attention_workspace(sms, heads, group, dim) // 4,), NAN, device="cuda")
+            outs = []
+            for _ in range(2):
+                outs.append(torch.full_like(q, NAN))
+                keys, values = arena[0, layer, 0], arena[0, layer, 1]
+                lib.decode_attention(DecodeArgs(
+                    q.data_ptr(), q.stride(0), keys.data_ptr(), values.data_ptr(), arena.stride(0), arena.stride(3), dim,
+                    table.data_ptr(), indptr.data_ptr(), lens.data_ptr(), outs[-1].data_ptr(), q.stride(0), partial.data_ptr(),
+                    counters.data_ptr(), rows, heads, group, dim, window, dim**-0.5, sms, 0, tokens, kv_dtype,
+                    places.data_ptr() if tokens > 1 else None, None if sinks is None else sinks.data_ptr()))
+            what = f"{'FP8' if kv_dtype == FP8 else 'bf16'} dim {dim} heads {heads}x{group} window {window} tokens {tokens} sms {sms} {lengths[:6]}"
+            equal(*outs, what + ", second run")
+            assert not counters.any(), what + ": counters"
+            got = outs[0].view(want.shape).double()
+            assert not got[want.abs().sum((1, 2, 3)) == 0].any(), what + ": empty rows"
+            errors = (got - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-20)
+            error = errors.max().item()
+            assert error < 8e-3, f"{what}: error {error:.1e} at {(errors > 8e-3).nonzero()[:4].tolist()}"
+            worst[kv_dtype] = max(worst[kv_dtype], error)
+    return f"{2 * len(list(cases)) if is_short else 'all'} cases, worst bf16 {worst[BF16]:.1e}, FP8 {worst[FP8]:.1e}"
+
+
 def check_attention_invariance():
     """Checks that a row's bits in the plain kernel depend only on its sequence, not on prefill chunks."""
     for dtype in DTYPES:
@@ -731,14 +818,16 @@ def check_errors():
     def decode(code, text, **changed):
         fields = dict(q=at, q_stride=512, k=at, v=at, stride_block=8192, stride_head=1024, stride_token=64, pages=at,
                       page_indptr=at, kv_len=at, out=at, out_stride=512, partial=at, counters=at, rows=1, kv_heads=2,
-                      group=4, head_dim=64, scale=1.0) | changed
+                      group=4, head_dim=64, scale=1.0, kv_dtype=BF16) | changed
         expect_error(code, text, lambda: lib.decode_attention(DecodeArgs(**fields)))
 
     decode(2, "rows is 1025; expected 0 to 1024", rows=1025)
     decode(2, "group is 9; expected 1 to 8", group=9)
     decode(2, "head_dim is 96; expected 64 or 128", head_dim=96)
+    decode(1, "kv_dtype is 0; expected 1 (bf16) or 2 (FP8)", kv_dtype=0)
+    decode(1, "stride_head is 1032; expected multiples of 16", kv_dtype=FP8, stride_head=1032)
     decode(1, "q_stride is 508; expected multiples of 8 from 512 on", q_stride=508)
-    decode(1, "stride_token is 56", stride_token=56)
+    decode(1, "stride_token is 56; expected head_dim, 64", stride_token=56)
     decode(1, "an address is null", pages=None)
     assert lib.raw.baton_decode_attention_workspace(0, 8, 4, 128) >= 132 * 4 * 16 * 132 * 4
     assert lib.raw.baton_decode_attention_workspace(0, 8, 4, 96) == 0
@@ -787,7 +876,8 @@ def check_dependent_launch():
                 lib.decode_attention(DecodeArgs(
                     q.data_ptr(), heads * dim, keys.data_ptr(), values.data_ptr(), *strides, arrays.page_indices.data_ptr(),
                     arrays.page_indptr.data_ptr(), arrays.kv_lengths.data_ptr(), out.data_ptr(), heads * dim,
-                    partial.data_ptr(), counters.data_ptr(), count, kv_heads, heads // kv_heads, dim, 0, dim**-0.5, pdl=pdl))
+                    partial.data_ptr(), counters.data_ptr(), count, kv_heads, heads // kv_heads, dim, 0, dim**-0.5, pdl=pdl,
+                    kv_dtype=BF16))
                 outs.append(out.clone())
             return torch.stack(outs)
 
@@ -824,7 +914,7 @@ def check_probe():
     return ""
 
 
-PARTS = dict(rows=check_rows, rope=check_rope, fp8_kv=check_fp8_kv, step=check_step, attention=check_attention,
+PARTS = dict(rows=check_rows, rope=check_rope, fp8_kv=check_fp8_kv, decode=check_decode, step=check_step, attention=check_attention,
              invariance=check_attention_invariance, sample=check_sample, step_graph=check_step_graph,
              errors=check_errors, probe=check_probe, dependent_launch=check_dependent_launch)
 
