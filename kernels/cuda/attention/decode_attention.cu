@@ -62,8 +62,8 @@ int32_t with_format(int kv_dtype, int head_dim, Body&& body) {
 
 int32_t check_shape(int kv_heads, int group, int head_dim) {
   BATON_REQUIRE(kv_heads > 0, "kv_heads is %d; expected 1 or more", kv_heads);
-  BATON_REQUIRE(group > 0, "group is %d; expected 1 to %d", group, kMaxGroup);
-  if (group > kMaxGroup) return fail(BATON_UNSUPPORTED, "group is %d; expected 1 to %d", group, kMaxGroup);
+  BATON_REQUIRE(group > 0, "group is %d; expected 1 to %d", group, kMaxColumns);
+  if (group > kMaxColumns) return fail(BATON_UNSUPPORTED, "group is %d; expected 1 to %d", group, kMaxColumns);
   if (head_dim != 64 && head_dim != 128) {
     return fail(BATON_UNSUPPORTED, "head_dim is %d; expected 64 or 128", head_dim);
   }
@@ -76,7 +76,7 @@ int columns_max(Variant variant) {
 
 // Returns the fastest variant for these rows, parts of rows included, and columns.
 Variant choose(const baton_decode_attention_args& in, int columns, int rows, int sms, const Device& device) {
-  if (in.tokens > 1) {
+  if (in.tokens > 1 || in.group > kMaxGroup) {
     if (rows * in.kv_heads > sms) return Variant::MANY_COLUMNS;
     bool fits = false;
     with_format(in.kv_dtype, in.head_dim, [&](auto kv, auto dim) {
@@ -164,7 +164,7 @@ BATON_API int64_t baton_decode_attention_workspace(int32_t sms, int32_t kv_heads
       sms = device->sm_count;
     }
     // Two pieces per CTA, and per SM two CTAs of four heads or of the columns of draft tokens.
-    const int64_t heads = (kv_heads < 4 ? kv_heads : 4) * group;
+    const int64_t heads = group > kMaxGroup ? group : (kv_heads < 4 ? kv_heads : 4) * group;
     bytes = int64_t{sms} * 2 * 2 * (heads < kMaxColumns ? kMaxColumns : heads) * (head_dim + 4) * 4;
     return BATON_OK;
   });

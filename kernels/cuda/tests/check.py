@@ -491,13 +491,13 @@ def decode_cases():
     """Yields (KV type, dim, KV heads, group, window, query tokens, lengths)."""
     odd = [1, 15, 16, 17, 33, 255, 256, 257, 1000, 4097, 2, 31, 700]
     for kv_dtype, dim in itertools.product((BF16, FP8), (64, 128)):
-        for group in (1, 3, 4, 5, 8):
+        for group in (1, 3, 4, 5, 8, 9, 12, 16):
             for window in (0, 100):
                 yield kv_dtype, dim, random.choice((1, 2, 8)), group, window, 1, odd + [0]
                 tokens = random.randint(2, 8)
                 yield kv_dtype, dim, random.choice((1, 2, 8)), group, window, tokens, [max(n, tokens) for n in odd]
         yield kv_dtype, dim, 8, 4, 0, 1, [617] * 128  # four heads per CTA
-        yield kv_dtype, dim, 8, random.randint(1, 8), 333, 1, [random.randint(0, 700) for _ in range(300)]
+        yield kv_dtype, dim, 8, random.randint(1, 16), 333, 1, [random.randint(0, 700) for _ in range(300)]
         yield kv_dtype, dim, 1, 2, 0, 1, [131_072, 5]
 
 
@@ -822,7 +822,7 @@ def check_errors():
         expect_error(code, text, lambda: lib.decode_attention(DecodeArgs(**fields)))
 
     decode(2, "rows is 1025; expected 0 to 1024", rows=1025)
-    decode(2, "group is 9; expected 1 to 8", group=9)
+    decode(2, "group is 17; expected 1 to 16", group=17)
     decode(2, "head_dim is 96; expected 64 or 128", head_dim=96)
     decode(1, "kv_dtype is 0; expected 1 (bf16) or 2 (FP8)", kv_dtype=0)
     decode(1, "stride_head is 1032; expected multiples of 16", kv_dtype=FP8, stride_head=1032)
