@@ -16,7 +16,10 @@ enum class Variant {
   FOUR_HEADS,  // four KV heads per CTA
   // Queries in shared memory, up to kMaxColumns columns.
   FEW_COLUMNS,
-  MANY_COLUMNS
+  MANY_COLUMNS,
+  // Head dimension 256: tiles of eight columns.
+  WIDE_ONE,
+  WIDE_TWO
 };
 
 // A variant of the kernel, and its launch.
@@ -41,12 +44,19 @@ auto choice(int columns, int rows, int sm_blocks) {
 template <class KV, int HD, class Body>
 int32_t with_variant(Variant variant, int columns, int rows, Body&& body) {
   constexpr int S = KV::STAGES, T = KV::TILE_STAGES;
-  switch (variant) {
-    case Variant::FEW: return body(choice<KV, HD, 8, S, 1, 0>(columns, rows, 1));
-    case Variant::MANY: return body(choice<KV, HD, 4, S, 1, 0>(columns, rows, 2));
-    case Variant::FOUR_HEADS: return body(choice<KV, HD, 4, S, 4, 0>(columns, rows, 2));
-    case Variant::FEW_COLUMNS: return body(choice<KV, HD, 8, T, 1, 2>(columns, rows, 1));
-    default: return body(choice<KV, HD, 4, T, 1, 2>(columns, rows, 2));
+  if constexpr (HD == 256) {
+    // Two CTAs with FP8 and eight columns fit on an SM.
+    constexpr int BLOCKS = KV::HAS_SCALES ? 2 : 1;
+    if (variant == Variant::WIDE_ONE) return body(choice<KV, HD, 4, 2, 1, 1>(columns, rows, BLOCKS));
+    return body(choice<KV, HD, 4, 2, 1, 2>(columns, rows, 1));
+  } else {
+    switch (variant) {
+      case Variant::FEW: return body(choice<KV, HD, 8, S, 1, 0>(columns, rows, 1));
+      case Variant::MANY: return body(choice<KV, HD, 4, S, 1, 0>(columns, rows, 2));
+      case Variant::FOUR_HEADS: return body(choice<KV, HD, 4, S, 4, 0>(columns, rows, 2));
+      case Variant::FEW_COLUMNS: return body(choice<KV, HD, 8, T, 1, 2>(columns, rows, 1));
+      default: return body(choice<KV, HD, 4, T, 1, 2>(columns, rows, 2));
+    }
   }
 }
 
@@ -55,7 +65,8 @@ template <class Body>
 int32_t with_format(int kv_dtype, int head_dim, Body&& body) {
   auto by_dim = [&](auto kv) {
     if (head_dim == 64) return body(kv, std::integral_constant<int, 64>());
-    return body(kv, std::integral_constant<int, 128>());
+    if (head_dim == 128) return body(kv, std::integral_constant<int, 128>());
+    return body(kv, std::integral_constant<int, 256>());
   };
   return kv_dtype == BATON_FP8 ? by_dim(Fp8Kv()) : by_dim(Bf16Kv());
 }
@@ -64,18 +75,26 @@ int32_t check_shape(int kv_heads, int group, int head_dim) {
   BATON_REQUIRE(kv_heads > 0, "kv_heads is %d; expected 1 or more", kv_heads);
   BATON_REQUIRE(group > 0, "group is %d; expected 1 to %d", group, kMaxColumns);
   if (group > kMaxColumns) return fail(BATON_UNSUPPORTED, "group is %d; expected 1 to %d", group, kMaxColumns);
-  if (head_dim != 64 && head_dim != 128) {
-    return fail(BATON_UNSUPPORTED, "head_dim is %d; expected 64 or 128", head_dim);
+  if (head_dim != 64 && head_dim != 128 && head_dim != 256) {
+    return fail(BATON_UNSUPPORTED, "head_dim is %d; expected 64, 128 or 256", head_dim);
   }
   return BATON_OK;
 }
 
+bool is_wide(Variant variant) { return variant == Variant::WIDE_ONE || variant == Variant::WIDE_TWO; }
+
 int columns_max(Variant variant) {
-  return variant == Variant::FEW_COLUMNS || variant == Variant::MANY_COLUMNS ? kMaxColumns : kMaxGroup;
+  switch (variant) {
+    case Variant::FEW_COLUMNS:
+    case Variant::MANY_COLUMNS:
+    case Variant::WIDE_TWO: return kMaxColumns;
+    default: return kMaxGroup;
+  }
 }
 
 // Returns the fastest variant for these rows, parts of rows included, and columns.
 Variant choose(const baton_decode_attention_args& in, int columns, int rows, int sms, const Device& device) {
+  if (in.head_dim == 256) return columns <= kMaxGroup ? Variant::WIDE_ONE : Variant::WIDE_TWO;
   if (in.tokens > 1 || in.group > kMaxGroup) {
     if (rows * in.kv_heads > sms) return Variant::MANY_COLUMNS;
     bool fits = false;
@@ -131,10 +150,11 @@ int32_t load_decode_attention() {
   const Device* device;
   BATON_TRY(any_device(device));
   for (int kv_dtype : {BATON_BF16, BATON_FP8}) {
-    for (int dim : {64, 128}) {
+    for (int dim : {64, 128, 256}) {
       const int32_t code = with_format(kv_dtype, dim, [&](auto kv, auto head_dim) -> int32_t {
-        for (int i = 0; i <= static_cast<int>(Variant::MANY_COLUMNS); ++i) {
+        for (int i = 0; i <= static_cast<int>(Variant::WIDE_TWO); ++i) {
           const auto variant = static_cast<Variant>(i);
+          if (is_wide(variant) != (dim == 256)) continue;
           BATON_TRY((with_variant<decltype(kv), decltype(head_dim)::value>(
               variant, columns_max(variant), kMaxRows, [&](auto chosen) {
                 // The most columns and the most rows together may exceed the shared memory of a Hopper CTA; each alone fits.

@@ -14,7 +14,8 @@ from abi import BF16, FP8, DecodeArgs, Kv, Library, RopeArgs
 LAYERS, PAGE, PEAK = 32, 16, 4.65  # peak read bandwidth in TB/s
 libraries = {label: Library(path) for label, path in (item.split("=") for item in sys.argv[1:])}
 DECODE = [(8, 4, 128, rows, length) for rows, length in ((32, 8192), (1, 512), (8, 512), (32, 512), (128, 512), (1, 8192))]
-DECODE += [(8, 8, 64, 32, 8192), (8, 16, 128, 32, 8192), (8, 16, 128, 1, 512), (4, 16, 64, 32, 8192)]
+DECODE += [(8, 8, 64, 32, 8192), (8, 16, 128, 32, 8192), (8, 16, 128, 1, 512), (4, 16, 64, 32, 8192), (4, 2, 256, 32, 8192),
+           (4, 8, 256, 32, 8192), (4, 16, 256, 32, 8192), (4, 2, 256, 1, 512)]
 memory = torch.empty(40 << 30, dtype=torch.uint8, device="cuda")
 
 
@@ -109,5 +110,5 @@ for shape in DECODE:
     decode(*shape)
 for rows in (1, 32, 8192):
     rope(rows)
-for shape in ((8, 128, 512), (8, 128, 8), (8, 64, 512)):
+for shape in ((8, 128, 512), (8, 128, 8), (8, 64, 512), (4, 256, 512)):
     dequantize(*shape)

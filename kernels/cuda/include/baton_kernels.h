@@ -552,7 +552,7 @@ typedef struct {
   int32_t rows;      /* 0 to 1,024 */
   int32_t kv_heads;
   int32_t group;    /* query heads a KV head: 1 to 16 */
-  int32_t head_dim; /* 64 or 128 */
+  int32_t head_dim; /* 64, 128 or 256 */
   int32_t window;   /* tokens attended to; 0: all */
   float scale;      /* of the scores, usually 1 / sqrt(head_dim) */
   int32_t sms;      /* SMs to use; 0: all */

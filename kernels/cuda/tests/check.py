@@ -490,7 +490,7 @@ def check_attention():
 def decode_cases():
     """Yields (KV type, dim, KV heads, group, window, query tokens, lengths)."""
     odd = [1, 15, 16, 17, 33, 255, 256, 257, 1000, 4097, 2, 31, 700]
-    for kv_dtype, dim in itertools.product((BF16, FP8), (64, 128)):
+    for kv_dtype, dim in itertools.product((BF16, FP8), (64, 128, 256)):
         for group in (1, 3, 4, 5, 8, 9, 12, 16):
             for window in (0, 100):
                 yield kv_dtype, dim, random.choice((1, 2, 8)), group, window, 1, odd + [0]
@@ -823,7 +823,7 @@ def check_errors():
 
     decode(2, "rows is 1025; expected 0 to 1024", rows=1025)
     decode(2, "group is 17; expected 1 to 16", group=17)
-    decode(2, "head_dim is 96; expected 64 or 128", head_dim=96)
+    decode(2, "head_dim is 96; expected 64, 128 or 256", head_dim=96)
     decode(1, "kv_dtype is 0; expected 1 (bf16) or 2 (FP8)", kv_dtype=0)
     decode(1, "stride_head is 1032; expected multiples of 16", kv_dtype=FP8, stride_head=1032)
     decode(1, "q_stride is 508; expected multiples of 8 from 512 on", q_stride=508)
