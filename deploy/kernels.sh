@@ -108,7 +108,7 @@ for name in all_reduce gather; do unit $name collective/$name.cu; done
 for name in digest weights; do unit $name digest/$name.cu; done
 for name in route expert_gemm mxfp4_gemm; do unit $name experts/$name.cu; done
 unit ranges trace/ranges.cu "-I$nvtx/nvidia/cu13/include"
-for dim in 64 128; do
+for dim in 64 128 256; do
     unit flash_prefill_$dim src/flash_prefill.cu -DBATON_HEAD_DIM=$dim
     [[ -z $has_hopper ]] || unit flash_hopper_$dim src/flash_hopper.cu -DBATON_HEAD_DIM=$dim
 done

@@ -465,7 +465,7 @@ BATON_API int32_t baton_step_supply(const baton_pool *pool, const void *words, c
 typedef enum {
   BATON_ATTENTION_AUTO = 0,   /* the fastest kernel that supports the shape */
   BATON_ATTENTION_PLAIN = 1,  /* Baton's: any dtype, head_dim <= 256, group; a row's result does not depend on batch or chunk */
-  BATON_ATTENTION_FA2 = 2,    /* FlashInfer FA2: bf16, any rows and group, dims 64, 128 */
+  BATON_ATTENTION_FA2 = 2,    /* FlashInfer FA2: bf16, any rows and group, dims 64, 128, 256 */
   BATON_ATTENTION_FA3 = 3     /* FlashInfer FA3: as FA2, no window, compute capability 9.0 */
 } baton_attention_kind;
 

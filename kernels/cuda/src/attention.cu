@@ -191,21 +191,35 @@ bool has_hopper(const Device& device) {
 // Average rows per sequence from which FA3 is faster than FA2 (measured in README.md).
 constexpr int HOPPER_ROWS = 512;
 
+// FlashInfer's kernels support the shape.
+bool has_flash(const baton_attention_shape& shape) {
+  return shape.dtype == BATON_BF16 && (shape.head_dim == 64 || shape.head_dim == 128 || shape.head_dim == 256);
+}
+
 int32_t choose(const baton_attention_shape& shape, const baton_attention_batch& batch, const Device& device) {
-  const bool is_served = shape.dtype == BATON_BF16 && (shape.head_dim == 64 || shape.head_dim == 128);
-  if (!is_served || batch.sequences == 0 || batch.rows == 0) return BATON_ATTENTION_PLAIN;
-  const bool fills_tiles = batch.rows >= static_cast<int64_t>(HOPPER_ROWS) * batch.sequences;
+  if (!has_flash(shape) || batch.sequences == 0 || batch.rows == 0) return BATON_ATTENTION_PLAIN;
+  // FA3 does not split KV. With head dimension 256, it is slower if less than half of the SMs have a tile of 128 rows.
+  const bool fills_sms = shape.head_dim < 256 || int64_t{batch.rows} * shape.query_heads >= int64_t{128} * device.sm_count / 2;
+  const bool fills_tiles = fills_sms && batch.rows >= static_cast<int64_t>(HOPPER_ROWS) * batch.sequences;
   if (has_hopper(device) && shape.window == 0 && fills_tiles) return BATON_ATTENTION_FA3;
   return BATON_ATTENTION_FA2;
 }
 
 template <template <int> class Kind>
 int32_t prepare_by_dim(const FlashPrepare& in) {
-  return in.shape->head_dim == 64 ? Kind<64>::prepare(in) : Kind<128>::prepare(in);
+  switch (in.shape->head_dim) {
+    case 64: return Kind<64>::prepare(in);
+    case 128: return Kind<128>::prepare(in);
+    default: return Kind<256>::prepare(in);
+  }
 }
 template <template <int> class Kind>
 int32_t run_by_dim(const FlashRun& in) {
-  return in.shape->head_dim == 64 ? Kind<64>::run(in) : Kind<128>::run(in);
+  switch (in.shape->head_dim) {
+    case 64: return Kind<64>::run(in);
+    case 128: return Kind<128>::run(in);
+    default: return Kind<256>::run(in);
+  }
 }
 
 template <class T>
@@ -271,8 +285,8 @@ BATON_API int32_t baton_attention_prepare(int32_t kind, const baton_attention_sh
       plan_host->kind = kind;
       return BATON_OK;
     }
-    if (shape->dtype != BATON_BF16 || (shape->head_dim != 64 && shape->head_dim != 128)) {
-      return fail(BATON_UNSUPPORTED, "attention kind %d takes bf16 and head_dim 64 or 128; dtype is %d, head_dim %d",
+    if (!has_flash(*shape)) {
+      return fail(BATON_UNSUPPORTED, "attention kind %d takes bf16 and head_dim 64, 128 or 256; dtype is %d, head_dim %d",
                   kind, shape->dtype, shape->head_dim);
     }
     BATON_REQUIRE(workspace && workspace->floats && workspace->ints && workspace->pinned_host,
