@@ -1,5 +1,7 @@
 //! Plans one step: how many tokens each row advances, and which rows are preempted.
 
+use std::collections::HashMap;
+
 use kernels::{BLOCK_TOKENS, BlockId};
 
 use super::{
@@ -34,6 +36,24 @@ struct PlanBuilder {
     /// Bound on prefill; set when the first prefill row is planned.
     prefill: Option<PrefillBudget>,
     work: StepWork,
+}
+
+impl PlanBuilder {
+    /// Moves the rows of several tokens to the front: GPUs compute them by another kernel than rows
+    /// of one token if the KV is in FP8, and each kernel takes consecutive rows.
+    fn order_rows(&mut self) {
+        let is_single = |row: &RowPlan| row.token_count == 1;
+        if self.plan.rows.is_sorted_by_key(is_single) {
+            return;
+        }
+        let rows = std::mem::take(&mut self.plan.rows).into_iter();
+        let mut rows: Vec<_> = rows.zip(std::mem::take(&mut self.sequences)).collect();
+        rows.sort_by_key(|(row, _)| is_single(row));
+        (self.plan.rows, self.sequences) = rows.into_iter().unzip();
+        let places = self.sequences.iter().enumerate().map(|(place, &id)| (id, place));
+        let places: HashMap<SequenceId, usize> = places.collect();
+        self.masks.sort_by_key(|mask| places[&mask.id]);
+    }
 }
 
 /// Bound on the prefill of a step, in tokens at the start of a prompt.
@@ -81,6 +101,7 @@ impl Scheduler {
             return None;
         }
         self.speculate(&mut builder);
+        builder.order_rows();
         self.planned_work = builder.work;
         let mut plan = builder.plan;
         plan.released = self.slots.take_released();
