@@ -12,7 +12,7 @@ use engine::{
 };
 use half::bf16;
 use kernels::{
-    Backend, BlockId, Dtype, KvArena, KvGroups, KvLayout, WeightFormat,
+    Backend, BlockId, KvArena, KvFormat, KvGroups, KvLayout, WeightFormat,
     backend::{GatedActivation, HeadShape, HeadWeights, LowRankShape, LowRankUpdate},
     cpu::{CpuStep, StepSequence},
     cuda::{
@@ -236,7 +236,8 @@ pub(crate) fn gemms_with_updates_match_cpu_for_any_size_and_rows() {
     for layer in &layers {
         for (&rows, fused) in all_rows.iter().zip([true, true, false].into_iter().cycle()) {
             let HeadShape { kv_heads: kv_head_count, head_dim, .. } = layer.heads;
-            let layout = KvLayout { layer_count: 1, kv_head_count, head_dim, dtype: Dtype::Bf16 };
+            let layout =
+                KvLayout { layer_count: 1, kv_head_count, head_dim, format: KvFormat::Bf16 };
             let wanted = by_cpu(layer, rows, layout);
             let adapters = AdapterSizes { slots: RANKS.len(), rank_max: 40 };
             let options = CudaOptions { adapters, fused, ..CudaOptions::new(WeightFormat::Bf16) };
@@ -382,12 +383,16 @@ pub(crate) fn steps_of_several_adapters_match_cpu_with_and_without_graphs() {
                 println!("{what}: compared {compared} tokens");
                 assert!(compared > tokens_min, "{what}: compared {compared} tokens");
                 // Without adapters the same engine replays the graphs of the base model.
-                let base: Vec<_> =
-                    mix(&adapters).into_iter().filter(|it| it.adapter.is_none()).collect();
+                let base =
+                    || mix(&adapters).into_iter().filter(|it| it.adapter.is_none()).collect();
+                let mut alone = on_gpu(&gpu, &checkpoint, options, config(), |_| ()).0;
+                // The second run finds its prompts in the prefix cache, as the engine above does.
+                answers(&mut alone, base());
+                let (found, wanted) = (answers(&mut engine, base()), answers(&mut alone, base()));
                 let what = format!("{what}, base");
-                let compared = compare(&answers(&mut engine, base), &wanted, tolerance, &what);
-                // A third of the sequences has no adapter.
-                assert!(compared > tokens_min / 3, "{what}: compared {compared} tokens");
+                let compared = compare(&found, &wanted, 0.1, &what);
+                let all: usize = wanted.values().map(Vec::len).sum();
+                assert!(2 * compared > all, "{what}: compared {compared} of {all} tokens");
             }
         }
     }

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, ensure};
 use integration_tests::{
     client::{Client, salted_body},
-    cluster::Cluster,
+    cluster::{Cluster, ClusterSpec},
 };
 use serde_json::json;
 use tempfile::TempDir;
@@ -51,19 +51,32 @@ async fn answers(client: &Client, fixture: &Fixture) -> Result<(Vec<Vec<u32>>, u
     Ok((answers, kv_bytes))
 }
 
+/// Checks that the first third of the tokens is equal. Later ones may differ: the steps of two
+/// nodes have other rows, and bf16 rounds their sums differently.
+fn ensure_begins_equally(found: &[u32], wanted: &[u32]) -> Result<()> {
+    let equal = found.iter().zip(wanted).take_while(|(found, wanted)| found == wanted).count();
+    ensure!(equal >= wanted.len() / 3, "{found:?} {wanted:?}");
+    Ok(())
+}
+
 /// Compares a cluster with a single node. Loads the adapters while the nodes serve unless the nodes
 /// have ranks.
 async fn check(fixture: &Fixture, shape: Shape) -> Result<()> {
     let folder = TempDir::new()?;
     let value = written(&folder)?;
     let alone = Shape { decode: vec![vec![0]], ..Shape::default() };
-    let cluster = Cluster::start(fixture.spec(&alone).set("BATON_MODEL_ADAPTERS", &value)).await?;
-    let (wanted, _) = answers(&Client::new(cluster.http()), fixture).await?;
+    let spec = |shape| ClusterSpec { dtype: "bf16", ..fixture.spec(shape) };
+    let cluster = Cluster::start(spec(&alone).set("BATON_MODEL_ADAPTERS", &value)).await?;
+    let client = Client::new(cluster.http());
+    let (wanted, _) = answers(&client, fixture).await?;
+    let running = &fixture.requests[0];
+    let running = salted_body(&running.prompt, running.tokens, "running");
+    let undisturbed = client.complete(&running).await?.token_ids;
     cluster.stop()?;
     ensure!(wanted[0][0] != wanted[1][0] && wanted[1][0] != wanted[2][0], "{wanted:?}");
 
     let has_ranks = shape.decode[0].len() > 1;
-    let spec = fixture.spec(&shape);
+    let spec = spec(&shape);
     let spec = match has_ranks {
         true => spec.set("BATON_MODEL_ADAPTERS", &value),
         false => spec.set("BATON_MODEL_ADAPTER_SLOTS", 2),
@@ -72,8 +85,7 @@ async fn check(fixture: &Fixture, shape: Shape) -> Result<()> {
     let client = Client::new(cluster.http());
     let operator = Client::new(format!("http://{}", cluster.router.ready.admin));
     if !has_ranks {
-        let body = salted_body(&fixture.requests[0].prompt, fixture.requests[0].tokens, "running");
-        let mut stream = client.stream("/v1/completions", &body).await?;
+        let mut stream = client.stream("/v1/completions", &running).await?;
         let mut found = stream.next().await?.context("the stream goes on")?.token_ids();
         for pair in value.split(',') {
             let (name, folder) = pair.split_once('=').context("a pair")?;
@@ -82,13 +94,13 @@ async fn check(fixture: &Fixture, shape: Shape) -> Result<()> {
             ensure!(loaded.status.as_u16() == 200, "{}", loaded.json());
         }
         found.extend(stream.token_ids().await?);
-        fixture.compare(0, &found, "a stream while adapters are loaded")?;
+        ensure!(found.len() == undisturbed.len(), "{} tokens", found.len());
+        ensure_begins_equally(&found, &undisturbed)?;
     }
     let (found, kv_bytes) = answers(&client, fixture).await?;
     ensure!(kv_bytes > 0, "no KV was transferred");
     for (found, wanted) in found.iter().zip(&wanted) {
-        let equal = found.iter().zip(wanted).take_while(|(found, wanted)| found == wanted).count();
-        ensure!(equal >= TOKENS / 3, "{found:?} {wanted:?}");
+        ensure_begins_equally(found, wanted)?;
     }
     if !has_ranks {
         let unloaded =
