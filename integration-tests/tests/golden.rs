@@ -76,20 +76,23 @@ async fn bf16_matches_up_to_the_first_uncertain_token() -> Result<()> {
 /// Bound of the logit error of 8-bit weights.
 const Q8_CERTAIN_MARGIN: f32 = 1.0;
 
+/// Returns the outputs of one node that computes all requests.
+async fn of_one_node(spec: ClusterSpec, runs: &[GoldenRun]) -> Result<Vec<Vec<u32>>> {
+    let (alone, engine) = client(spec.nodes(0, 1)).await?;
+    let mut outputs = Vec::new();
+    for run in runs {
+        outputs.push(engine.greedy(&run.prompt_ids, run.output_ids.len()).await?);
+    }
+    alone.stop()?;
+    Ok(outputs)
+}
+
 #[tokio::test]
 async fn q8_cluster_matches_a_single_engine() -> Result<()> {
     let runs = whole_golden().runs;
-    let of = |prefill, decode| {
-        ClusterSpec { dtype: "q8", ..ClusterSpec::whole_smollm2() }.nodes(prefill, decode)
-    };
-    let (alone, engine) = client(of(0, 1)).await?;
-    let mut expected = Vec::new();
-    for run in &runs {
-        expected.push(engine.greedy(&run.prompt_ids, run.output_ids.len()).await?);
-    }
-    alone.stop()?;
-
-    let (cluster, client) = client(of(1, 1)).await?;
+    let spec = || ClusterSpec { dtype: "q8", ..ClusterSpec::whole_smollm2() };
+    let expected = of_one_node(spec(), &runs).await?;
+    let (cluster, client) = client(spec().nodes(1, 1)).await?;
     for (run, expected) in runs.iter().zip(&expected) {
         let answer = client.complete(&greedy_body(&run.prompt_ids, run.output_ids.len())).await?;
         assert_eq!(&answer.token_ids, expected, "{}", run.name);
@@ -103,6 +106,28 @@ async fn q8_cluster_matches_a_single_engine() -> Result<()> {
     }
     for node in cluster.prefill.iter().chain(&cluster.decode) {
         node.wait_logged(&["dtype=q8"]).await?;
+    }
+    cluster.stop()
+}
+
+#[tokio::test]
+async fn cluster_with_kv_in_fp8_matches_a_single_engine() -> Result<()> {
+    let runs = golden().runs;
+    let spec = || {
+        let spec = ClusterSpec { dtype: "bf16", ..ClusterSpec::smollm2() };
+        spec.set("BATON_MODEL_KV_DTYPE", "fp8").set_prefill("BATON_NODE_CHUNK_TOKENS", 48)
+    };
+    let expected = of_one_node(spec(), &runs).await?;
+    let (cluster, client) = client(spec().nodes(1, 1)).await?;
+    for (run, expected) in runs.iter().zip(&expected) {
+        let answer = client.complete(&greedy_body(&run.prompt_ids, run.output_ids.len())).await?;
+        assert_eq!(&answer.token_ids, expected, "{}", run.name);
+        if run.name == golden().longest().name {
+            // A token of a head has 64 elements and a scale, one byte each.
+            let blocks = (run.prompt_ids.len() as u64).div_ceil(BLOCK_TOKENS);
+            let block_bytes = BLOCK_TOKENS * 2 * LAYERS[1] * 3 * (64 + 1);
+            assert_eq!(answer.kv_bytes, blocks * block_bytes, "{answer:?}");
+        }
     }
     cluster.stop()
 }

@@ -97,7 +97,7 @@ mod tune;
 mod upload;
 mod weight_chunks;
 
-pub use attention::AttentionKind;
+pub use attention::{AttentionKind, supports_fp8_kv};
 pub use backend::{CudaBackend, CudaOptions};
 pub use batch::{CudaFrame, DeviceBatch, DownloadBuffers, Drafts, Finished, StepInput};
 pub use batch_memory::BatchLimits;

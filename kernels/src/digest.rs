@@ -73,7 +73,7 @@ impl Heads {
             let bytes = self.own.block_bytes();
             return (bytes, bytes, 0);
         }
-        let head_bytes = self.own.head_elements() * self.own.dtype.bytes();
+        let head_bytes = self.own.head_bytes();
         let bytes = |heads: usize| heads * head_bytes;
         (bytes(self.own.kv_head_count), bytes(self.whole.kv_head_count), bytes(self.first))
     }
@@ -142,12 +142,12 @@ mod tests {
     use std::collections::HashSet;
 
     use super::*;
-    use crate::layout::Dtype;
+    use crate::layout::KvFormat;
 
     const BLOCKS: usize = 3;
 
-    fn layout(kv_head_count: usize, dtype: Dtype) -> KvLayout {
-        KvLayout { layer_count: 2, kv_head_count, head_dim: 2, dtype }
+    fn layout(kv_head_count: usize, format: KvFormat) -> KvLayout {
+        KvLayout { layer_count: 2, kv_head_count, head_dim: 2, format }
     }
 
     fn random(bytes: usize) -> Vec<u8> {
@@ -186,8 +186,8 @@ mod tests {
     /// other.
     #[test]
     fn digest_changes_with_any_change_swap_or_move() {
-        for dtype in [Dtype::F32, Dtype::Bf16] {
-            let layout = layout(2, dtype);
+        for format in [KvFormat::F32, KvFormat::Bf16, KvFormat::Fp8] {
+            let layout = layout(2, format);
             let block_bytes = layout.block_bytes();
             for blocks in [random(BLOCKS * block_bytes), vec![0; BLOCKS * block_bytes]] {
                 let is_random = blocks[0] != 0 || blocks[1] != 0;
@@ -222,7 +222,7 @@ mod tests {
                         is_new(&changed, "all words rotated");
                     }
                 }
-                let head_bytes = layout.head_elements() * dtype.bytes();
+                let head_bytes = layout.head_bytes();
                 for (unit, step) in [("block", block_bytes), ("head", head_bytes)] {
                     for at in (0..blocks.len() - step).step_by(step) {
                         // Rotations by whole blocks are tested above.
@@ -265,11 +265,11 @@ mod tests {
     #[test]
     fn digests_of_ranks_add_up_to_the_whole_digest() {
         for (heads, ranks) in [(1, 1), (2, 2), (3, 1), (3, 3), (8, 2), (8, 4), (8, 8)] {
-            for dtype in [Dtype::F32, Dtype::Bf16] {
-                let layout = layout(heads, dtype);
+            for format in [KvFormat::F32, KvFormat::Bf16, KvFormat::Fp8] {
+                let layout = layout(heads, format);
                 let blocks = random(BLOCKS * layout.block_bytes());
                 let own_heads = heads / ranks;
-                let head_bytes = layout.head_elements() * dtype.bytes();
+                let head_bytes = layout.head_bytes();
                 let mut sum = 0_u64;
                 for rank in 0..ranks {
                     let part = Heads::some(layout, rank * own_heads, own_heads);

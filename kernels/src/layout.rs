@@ -1,7 +1,8 @@
 //! Layout of the KV of 16 tokens in one block: `[layer][K,V][head][token][dim]`.
 //!
 //! A block is one contiguous range, so that a transfer needs no gather. The heads of a
-//! tensor-parallel rank are one range per layer and K/V.
+//! tensor-parallel rank are one range per layer and K/V. In FP8, the scales of a head's 16 tokens
+//! follow its elements: see [`crate::kv_fp8`].
 
 mod groups;
 
@@ -37,12 +38,17 @@ pub enum WeightFormat {
 }
 
 impl WeightFormat {
-    /// Returns the element type of the KV cache for this weight format.
-    pub fn kv_dtype(self) -> Dtype {
+    /// Returns the element type of activations on GPUs.
+    pub fn dtype(self) -> Dtype {
         match self {
             WeightFormat::F32 => Dtype::F32,
             WeightFormat::Bf16 | WeightFormat::Q8 | WeightFormat::Fp8 => Dtype::Bf16,
         }
+    }
+
+    /// Returns the format of KV that is not set to FP8.
+    pub fn kv_format(self) -> KvFormat {
+        self.dtype().into()
     }
 
     /// Returns the bytes of `weights` weights, without padding and the scales of rows.
@@ -77,7 +83,7 @@ impl fmt::Display for WeightFormat {
     }
 }
 
-/// Element type of KV.
+/// Element type of activations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Dtype {
     F32,
@@ -102,6 +108,51 @@ impl fmt::Display for Dtype {
     }
 }
 
+/// Number format of KV.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum KvFormat {
+    F32,
+    Bf16,
+    /// FP8 (e4m3) with a scale for each token and head.
+    Fp8,
+}
+
+impl KvFormat {
+    /// Returns the bytes of one element.
+    pub fn element_bytes(self) -> usize {
+        match self {
+            KvFormat::F32 => 4,
+            KvFormat::Bf16 => 2,
+            KvFormat::Fp8 => 1,
+        }
+    }
+
+    /// Returns the bytes of one token's keys or values of a head, scale included.
+    pub fn token_bytes(self, head_dim: usize) -> usize {
+        let scale_bytes = usize::from(self == KvFormat::Fp8);
+        head_dim * self.element_bytes() + scale_bytes
+    }
+}
+
+impl From<Dtype> for KvFormat {
+    fn from(dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::F32 => KvFormat::F32,
+            Dtype::Bf16 => KvFormat::Bf16,
+        }
+    }
+}
+
+impl fmt::Display for KvFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            KvFormat::F32 => "f32",
+            KvFormat::Bf16 => "bf16",
+            KvFormat::Fp8 => "fp8",
+        })
+    }
+}
+
 /// Half of a KV pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvHalf {
@@ -116,7 +167,7 @@ pub struct KvLayout {
     /// KV heads held by this rank.
     pub kv_head_count: usize,
     pub head_dim: usize,
-    pub dtype: Dtype,
+    pub format: KvFormat,
 }
 
 impl KvLayout {
@@ -130,44 +181,50 @@ impl KvLayout {
         BLOCK_TOKENS * self.head_dim
     }
 
-    /// Returns the elements of one block.
-    pub fn block_elements(&self) -> usize {
-        self.layer_count * 2 * self.kv_head_count * self.head_elements()
+    /// Returns the bytes of one head's 16 tokens, scales included.
+    pub fn head_bytes(&self) -> usize {
+        BLOCK_TOKENS * self.format.token_bytes(self.head_dim)
     }
 
     /// Returns the bytes of one block.
     pub fn block_bytes(&self) -> usize {
-        self.block_elements() * self.dtype.bytes()
+        self.layer_count * 2 * self.kv_head_count * self.head_bytes()
     }
 
     /// Returns [`Self::block_bytes`], or `None` when that exceeds the address space.
     pub fn checked_block_bytes(&self) -> Option<usize> {
-        BLOCK_TOKENS
-            .checked_mul(self.head_dim)?
+        // No token has more bytes than in f32.
+        self.head_dim.checked_mul(4 * BLOCK_TOKENS)?;
+        self.head_bytes()
             .checked_mul(self.kv_head_count)?
             .checked_mul(self.layer_count)?
-            .checked_mul(2 * self.dtype.bytes())
+            .checked_mul(2)
     }
 
-    /// Returns the offset in elements, from the block's start, of one head's `[token][dim]`.
+    /// Returns the offset in bytes, from the block's start, of one head's 16 tokens.
     pub fn head_offset(&self, layer: usize, half: KvHalf, head: usize) -> usize {
         debug_assert!(layer < self.layer_count && head < self.kv_head_count);
         let half = match half {
             KvHalf::Key => 0,
             KvHalf::Value => 1,
         };
-        ((layer * 2 + half) * self.kv_head_count + head) * self.head_elements()
+        ((layer * 2 + half) * self.kv_head_count + head) * self.head_bytes()
     }
 }
 
-/// Formats the description that nodes compare during the handshake (HELLO).
+/// Formats the description that nodes compare during the handshake (HELLO). It names FP8 only:
+/// other formats follow from the format of weights, which nodes compare too.
 impl fmt::Display for KvLayout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
             "layers={} halves=kv heads={} tokens={} dim={}",
             self.layer_count, self.kv_head_count, BLOCK_TOKENS, self.head_dim
-        )
+        )?;
+        match self.format {
+            KvFormat::F32 | KvFormat::Bf16 => Ok(()),
+            KvFormat::Fp8 => f.write_str(" kv=fp8"),
+        }
     }
 }
 

@@ -5,6 +5,7 @@
 //! * [`digest`] checks that transferred blocks are intact.
 //! * [`backend`] is the trait over which every forward pass is written, once for all devices.
 //! * [`fp8`] defines FP8 numbers and the scales of their blocks.
+//! * [`kv_fp8`] defines KV in FP8.
 //! * [`mxfp4`] defines the order in which GPUs read weights in MXFP4.
 //! * [`shard`] defines the part of a model that a tensor-parallel rank computes.
 //! * [`sampling`] defines the sampling rules, which are the same on every device.
@@ -21,6 +22,7 @@ pub mod cpu;
 pub mod cuda;
 pub mod digest;
 pub mod fp8;
+pub mod kv_fp8;
 pub mod layout;
 pub mod mxfp4;
 pub mod offload;
@@ -31,5 +33,7 @@ pub mod shared;
 
 pub use arena::{ArenaError, BlockRead, BlockWrite, KvArena};
 pub use backend::{Backend, Packer, RowSource};
-pub use layout::{BLOCK_TOKENS, BlockId, Dtype, KvGroups, KvLayout, NO_BLOCK, WeightFormat};
+pub use layout::{
+    BLOCK_TOKENS, BlockId, Dtype, KvFormat, KvGroups, KvLayout, NO_BLOCK, WeightFormat,
+};
 pub use shard::Shard;

@@ -79,7 +79,7 @@ impl Model {
             layer_count: LAYERS,
             kv_head_count: SHAPE.kv_heads,
             head_dim: SHAPE.head_dim,
-            dtype: weights.kv_dtype(),
+            format: weights.kv_format(),
         };
         Some(Self {
             embedding: matrix(VOCABULARY, WIDTH, 99),

@@ -5,16 +5,18 @@ use std::{num::NonZeroUsize, sync::Arc};
 
 use half::bf16;
 use kernels::{
-    Backend, BlockId, Dtype, KvArena, KvGroups, KvLayout,
+    Backend, BlockId, Dtype, KvArena, KvFormat, KvGroups, KvLayout,
     backend::{HeadShape, HeadWeights, LayerAttention, NormSpan},
     cpu::{CpuStep, StepSequence},
     cuda::{
-        Admission, AttentionKind, BatchLimits, CudaStep, DeviceBatch, Drafts, StepInput, StepRows,
+        Admission, AttentionKind, BatchLimits, CudaOptions, CudaStep, DeviceBatch, Drafts,
+        StepInput, StepRows,
     },
+    kv_fp8,
     sampling::Sampling,
 };
 
-use super::bench::{Bench, DTYPES, Gpu, assert_near, blocks, cpu, gpu, numbers, tolerance};
+use super::bench::{Bench, Gpu, assert_near, blocks, cpu, gpu, numbers, tolerance};
 
 const BLOCKS: u32 = 251;
 const LAYERS: usize = 2;
@@ -26,9 +28,10 @@ struct SequenceRows {
     rows: u32,
 }
 
+#[derive(Clone, Copy)]
 struct Case {
     shape: HeadShape,
-    dtype: Dtype,
+    kv: KvFormat,
     window: Option<NonZeroUsize>,
     has_weights: bool,
     has_sinks: bool,
@@ -103,15 +106,31 @@ fn sinks(query_heads: usize) -> Vec<f32> {
 /// Fills an arena with values that differ between blocks and are equal in every arena.
 fn fill(arena: &Arc<KvArena>) {
     let layout = arena.layout();
-    let values = numbers(1000, layout.block_elements());
-    let rounded: Vec<bf16> = values.iter().map(|value| bf16::from_f32(*value)).collect();
-    let mut bytes = match layout.dtype {
-        Dtype::F32 => bytemuck::cast_slice(&values).to_vec(),
-        Dtype::Bf16 => bytemuck::cast_slice(&rounded).to_vec(),
-    };
+    let heads = layout.block_bytes() / layout.head_bytes();
+    let mut values = numbers(1000, heads * layout.head_elements());
     for block in 0..arena.block_count() {
-        bytes.rotate_left(layout.head_dim * layout.dtype.bytes());
+        values.rotate_left(layout.head_dim);
+        let heads = values.chunks_exact(layout.head_elements());
+        let bytes: Vec<u8> = heads.flat_map(|head| stored_head(layout, head)).collect();
         arena.write(BlockId(block)).unwrap().copy_from_host(&bytes).unwrap();
+    }
+}
+
+/// Returns the bytes of one head's 16 tokens.
+fn stored_head(layout: KvLayout, values: &[f32]) -> Vec<u8> {
+    let rounded = |value: &f32| bf16::from_f32(*value).to_ne_bytes();
+    match layout.format {
+        KvFormat::F32 => bytemuck::cast_slice(values).to_vec(),
+        KvFormat::Bf16 => values.iter().flat_map(rounded).collect(),
+        KvFormat::Fp8 => {
+            let mut bytes = vec![0; layout.head_bytes()];
+            let (elements, scales) = bytes.split_at_mut(layout.head_elements());
+            let tokens = values.chunks(layout.head_dim).zip(elements.chunks_mut(layout.head_dim));
+            for ((values, elements), scale) in tokens.zip(scales) {
+                *scale = kv_fp8::quantize(values, elements);
+            }
+            bytes
+        }
     }
 }
 
@@ -121,12 +140,26 @@ fn contents(arena: &Arc<KvArena>, block: BlockId) -> Vec<u8> {
     bytes
 }
 
-fn values(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
-    let element = |bytes: &[u8]| match dtype {
-        Dtype::F32 => f32::from_ne_bytes(bytes.try_into().unwrap()),
-        Dtype::Bf16 => bf16::from_ne_bytes(bytes.try_into().unwrap()).to_f32(),
-    };
-    bytes.chunks(dtype.bytes()).map(element).collect()
+/// Returns the values of a block.
+fn values(bytes: &[u8], layout: KvLayout) -> Vec<f32> {
+    let of_f32 = |bytes: &[u8]| f32::from_ne_bytes(bytes.try_into().unwrap());
+    let of_bf16 = |bytes: &[u8]| bf16::from_ne_bytes(bytes.try_into().unwrap()).to_f32();
+    match layout.format {
+        KvFormat::F32 => bytes.chunks(4).map(of_f32).collect(),
+        KvFormat::Bf16 => bytes.chunks(2).map(of_bf16).collect(),
+        KvFormat::Fp8 => {
+            let mut values = vec![bf16::ZERO; layout.head_dim];
+            let mut all = Vec::new();
+            for head in bytes.chunks(layout.head_bytes()) {
+                let (elements, scales) = head.split_at(layout.head_elements());
+                for (elements, scale) in elements.chunks(layout.head_dim).zip(scales) {
+                    kv_fp8::dequantize(elements, *scale, &mut values);
+                    all.extend(values.iter().map(|value| value.to_f32()));
+                }
+            }
+            all
+        }
+    }
 }
 
 /// Prepares a step on the device with the blocks of the sequences. If `verified` is above 0, every
@@ -205,20 +238,24 @@ fn check_drafts(
     parts: &[SequenceRows],
     verified: u32,
 ) {
-    let Case { shape, dtype, .. } = *case;
+    let Case { shape, kv: format, .. } = *case;
+    let dtype = if format == KvFormat::F32 { Dtype::F32 } else { Dtype::Bf16 };
     let layout = KvLayout {
         layer_count: LAYERS,
         kv_head_count: shape.kv_heads,
         head_dim: shape.head_dim,
-        dtype,
+        format,
     };
     let part_rows = |part: &SequenceRows| part.rows.max(verified) as usize;
     let rows: usize = parts.iter().map(part_rows).sum();
     let what = format!(
-        "{dtype} {}/{} of {}, window {:?}, sinks {}, {kind:?}, {parts:?}, {verified} rows each",
+        "{format} {}/{} of {}, window {:?}, sinks {}, {kind:?}, {parts:?}, {verified} rows each",
         shape.query_heads, shape.kv_heads, shape.head_dim, case.window, case.has_sinks
     );
-    let (mut cuda, mut on_gpu) = gpu.backend(dtype, kind, |backend| make(backend, shape, rows));
+    let (mut cuda, mut on_gpu) = {
+        let options = CudaOptions { attention: kind, kv: format, ..CudaOptions::new(dtype.into()) };
+        gpu.backend_with(options, |backend| make(backend, shape, rows))
+    };
     let (kv, remote) = gpu.kv(layout, BLOCKS);
     let limits = BatchLimits {
         hidden: 0,
@@ -269,15 +306,17 @@ fn check_drafts(
     drop(prepared);
     // RoPE at angles of hundreds of radians and head norms add rounding errors, so the bound for
     // f32 is larger here.
-    let tolerance = match dtype {
-        Dtype::F32 => 2e-4,
-        Dtype::Bf16 => tolerance(dtype),
+    let tolerance = match format {
+        KvFormat::F32 => 2e-4,
+        KvFormat::Bf16 => tolerance(dtype),
+        // A value at the boundary of two elements of e4m3 becomes either of them.
+        KvFormat::Fp8 => 0.13,
     };
     assert_near(&found, &wanted, tolerance, &what);
     for block in 0..BLOCKS {
         let (found, wanted) = (contents(&remote, BlockId(block)), contents(&arena, BlockId(block)));
         if found != wanted {
-            let (found, wanted) = (values(&found, dtype), values(&wanted, dtype));
+            let (found, wanted) = (values(&found, layout), values(&wanted, layout));
             assert_near(&found, &wanted, tolerance, &format!("block {block} of {what}"));
         }
     }
@@ -289,7 +328,7 @@ fn shape(query_heads: usize, kv_heads: usize, head_dim: usize) -> HeadShape {
 
 const CASE: Case = Case {
     shape: HeadShape { query_heads: 6, kv_heads: 2, head_dim: 64 },
-    dtype: Dtype::Bf16,
+    kv: KvFormat::Bf16,
     window: None,
     has_weights: false,
     has_sinks: false,
@@ -320,12 +359,11 @@ const MIXES: [&[SequenceRows]; 4] = [
 
 pub(crate) fn plain_attention_matches_cpu_for_every_group_and_head_dim() {
     let gpu = gpu();
-    for dtype in DTYPES {
+    for kv in [KvFormat::F32, KvFormat::Bf16] {
         for (group, dim) in
             [(1, 64), (2, 128), (3, 64), (4, 16), (5, 64), (6, 40), (7, 128), (8, 256)]
         {
-            let case =
-                Case { shape: shape(2 * group, 2, dim), dtype, has_weights: group > 3, ..CASE };
+            let case = Case { shape: shape(2 * group, 2, dim), kv, has_weights: group > 3, ..CASE };
             check(&gpu, &case, AttentionKind::Plain, MIXES[1]);
             check(&gpu, &case, AttentionKind::Plain, MIXES[3]);
         }
@@ -335,29 +373,32 @@ pub(crate) fn plain_attention_matches_cpu_for_every_group_and_head_dim() {
 pub(crate) fn auto_selected_attention_matches_cpu() {
     let gpu = gpu();
     for (query_heads, kv_heads, dim) in
-        [(9, 3, 64), (32, 8, 128), (14, 2, 64), (8, 8, 64), (16, 2, 128)]
+        [(9, 3, 64), (32, 8, 128), (14, 2, 64), (8, 8, 64), (16, 2, 128), (32, 2, 128), (8, 2, 256)]
     {
-        for parts in MIXES {
-            let shape = shape(query_heads, kv_heads, dim);
-            let case = Case { shape, dtype: Dtype::Bf16, ..CASE };
-            check(&gpu, &case, AttentionKind::Auto, parts);
+        for kv in [KvFormat::Bf16, KvFormat::Fp8] {
+            for parts in MIXES {
+                let shape = shape(query_heads, kv_heads, dim);
+                let case = Case { shape, kv, has_weights: kv_heads == 2, ..CASE };
+                check(&gpu, &case, AttentionKind::Auto, parts);
+            }
         }
     }
     let shape = shape(9, 3, 64);
-    let case = Case { shape, dtype: Dtype::F32, has_weights: true, ..CASE };
+    let case = Case { shape, kv: KvFormat::F32, has_weights: true, ..CASE };
     check(&gpu, &case, AttentionKind::Auto, MIXES[2]);
 }
 
 pub(crate) fn sliding_window_masks_earlier_tokens() {
     let gpu = gpu();
-    for (dtype, kind) in [
-        (Dtype::F32, AttentionKind::Plain),
-        (Dtype::Bf16, AttentionKind::Plain),
-        (Dtype::Bf16, AttentionKind::Auto),
+    for (kv, kind) in [
+        (KvFormat::F32, AttentionKind::Plain),
+        (KvFormat::Bf16, AttentionKind::Plain),
+        (KvFormat::Bf16, AttentionKind::Auto),
+        (KvFormat::Fp8, AttentionKind::Auto),
     ] {
         for window in [1, 16, 33, 5000] {
             let window = NonZeroUsize::new(window);
-            let case = Case { shape: shape(6, 2, 64), dtype, window, ..CASE };
+            let case = Case { shape: shape(6, 2, 64), kv, window, ..CASE };
             check(&gpu, &case, kind, MIXES[1]);
             check(&gpu, &case, kind, MIXES[3]);
         }
@@ -391,15 +432,17 @@ pub(crate) fn attention_of_draft_tokens_matches_cpu() {
         for (verified, window) in [(2, 0), (3, 0), (5, 0), (9, 0), (5, 1), (9, 16), (5, 33)] {
             let window = NonZeroUsize::new(window);
             let shape = shape(query_heads, kv_heads, dim);
-            let case = Case { shape, dtype: Dtype::Bf16, window, ..CASE };
-            for parts in batches(verified) {
-                check_drafts(&gpu, &case, AttentionKind::Auto, &parts, verified);
+            for kv in [KvFormat::Bf16, KvFormat::Fp8] {
+                let case = Case { shape, window, kv, ..CASE };
+                for parts in batches(verified) {
+                    check_drafts(&gpu, &case, AttentionKind::Auto, &parts, verified);
+                }
             }
         }
     }
     for kind in [AttentionKind::Plain, AttentionKind::Flash] {
         let shape = shape(6, 2, 40);
-        let case = Case { shape, dtype: Dtype::Bf16, has_weights: true, ..CASE };
+        let case = Case { shape, has_weights: true, ..CASE };
         batches(9).iter().for_each(|parts| check_drafts(&gpu, &case, kind, parts, 9));
     }
 }
@@ -419,6 +462,7 @@ pub(crate) fn attention_sinks_match_cpu() {
             let case = case(shape(query_heads, kv_heads, dim), window);
             for parts in MIXES.into_iter().chain([long]) {
                 check(&gpu, &case, AttentionKind::Auto, parts);
+                check(&gpu, &Case { kv: KvFormat::Fp8, ..case }, AttentionKind::Auto, parts);
             }
             check(&gpu, &case, AttentionKind::Flash, MIXES[1]);
             for verified in [2, 5, 9] {
@@ -428,9 +472,10 @@ pub(crate) fn attention_sinks_match_cpu() {
             }
         }
     }
-    for (dtype, kind) in [(Dtype::F32, AttentionKind::Auto), (Dtype::Bf16, AttentionKind::Plain)] {
+    for (kv, kind) in [(KvFormat::F32, AttentionKind::Auto), (KvFormat::Bf16, AttentionKind::Plain)]
+    {
         for (group, dim) in [(8, 64), (3, 40), (1, 256)] {
-            let case = Case { dtype, ..case(shape(2 * group, 2, dim), 33) };
+            let case = Case { kv, ..case(shape(2 * group, 2, dim), 33) };
             check(&gpu, &case, kind, MIXES[1]);
             check(&gpu, &case, kind, MIXES[3]);
         }
@@ -439,7 +484,7 @@ pub(crate) fn attention_sinks_match_cpu() {
 
 pub(crate) fn oversized_step_is_rejected_before_any_launch() {
     let gpu = gpu();
-    let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 64, dtype: Dtype::F32 };
+    let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 64, format: KvFormat::F32 };
     let (cuda, ()) = gpu.backend(Dtype::F32, AttentionKind::Plain, |_| ());
     let (kv, _) = gpu.kv(layout, 8);
     let limits = BatchLimits {

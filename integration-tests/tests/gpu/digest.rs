@@ -4,7 +4,7 @@
 use std::{sync::Arc, thread, time::Instant};
 
 use kernels::{
-    BlockId, BlockRead, Dtype, KvArena, KvLayout,
+    BlockId, BlockRead, Dtype, KvArena, KvFormat, KvLayout,
     arena::RemoteBlocks,
     cuda::{DeviceKv, RankedKv, weight_digest},
     digest::{self, DigestPurpose, Heads, WeightRuns},
@@ -46,10 +46,10 @@ fn ranked(
 
 fn layouts() -> Vec<KvLayout> {
     let mut layouts = Vec::new();
-    for dtype in [Dtype::F32, Dtype::Bf16] {
+    for format in [KvFormat::F32, KvFormat::Bf16, KvFormat::Fp8] {
         for kv_head_count in [1, 2, 3, 5, 8] {
             for (layer_count, head_dim) in [(1, 1), (3, 64), (2, 80), (5, 128)] {
-                layouts.push(KvLayout { layer_count, kv_head_count, head_dim, dtype });
+                layouts.push(KvLayout { layer_count, kv_head_count, head_dim, format });
             }
         }
     }
@@ -91,7 +91,7 @@ pub(crate) fn block_digests_match_cpu_for_any_layout_and_rank_count() {
         }
         memories.push(("by copies".to_owned(), ranked(&gpu, layout, 1, BLOCKS, false)));
         for (what, memory) in memories {
-            let what = format!("{layout} {} {what}", layout.dtype);
+            let what = format!("{layout} {} {what}", layout.format);
             let arena = KvArena::remote(memory.clone()).unwrap();
             for (block, bytes) in (0..).zip(&contents) {
                 arena.write(BlockId(block)).unwrap().copy_from_host(bytes).unwrap();
@@ -125,7 +125,8 @@ pub(crate) fn block_digests_match_cpu_for_any_layout_and_rank_count() {
 
 pub(crate) fn digests_of_several_threads_match_cpu() {
     let gpu = gpu();
-    let layout = KvLayout { layer_count: 4, kv_head_count: 4, head_dim: 64, dtype: Dtype::Bf16 };
+    let layout =
+        KvLayout { layer_count: 4, kv_head_count: 4, head_dim: 64, format: KvFormat::Bf16 };
     let rounds = if short() { 5 } else { 200 };
     for ranks in [1, 2] {
         let kv = ranked(&gpu, layout, ranks, BLOCKS, true);
@@ -164,7 +165,8 @@ pub(crate) fn digests_of_several_threads_match_cpu() {
 
 pub(crate) fn digests_after_a_rejected_call_match_cpu() {
     let gpu = gpu();
-    let layout = KvLayout { layer_count: 4, kv_head_count: 4, head_dim: 64, dtype: Dtype::Bf16 };
+    let layout =
+        KvLayout { layer_count: 4, kv_head_count: 4, head_dim: 64, format: KvFormat::Bf16 };
     let kv = DeviceKv::new(&gpu.context, layout, BLOCKS).unwrap();
     kv.digest_with(gpu.library.clone()).unwrap();
     let arena = KvArena::remote(kv.clone()).unwrap();
@@ -226,7 +228,8 @@ pub(crate) fn digest_bandwidth_is_reported() {
         skip("BATON_TEST_SHORT is set");
     }
     // KV layout of an 8B model: 2 MiB a block.
-    let layout = KvLayout { layer_count: 32, kv_head_count: 8, head_dim: 128, dtype: Dtype::Bf16 };
+    let layout =
+        KvLayout { layer_count: 32, kv_head_count: 8, head_dim: 128, format: KvFormat::Bf16 };
     for ranks in [1, 2, 4, 8] {
         let kv = ranked(&gpu, layout, ranks, 512, true);
         let mut seconds = Vec::new();

@@ -65,7 +65,7 @@ pub(crate) fn on_gpu(
 ) -> (StepLoop<CudaExecutor>, Arc<KvArena>) {
     let backend = CudaBackend::new(&gpu.context, gpu.library.clone(), options).unwrap();
     let model = CudaModel::load(checkpoint, backend, &config.limits, &mut |_| ()).unwrap();
-    let layout = checkpoint.config().block_layout(options.weights.kv_dtype());
+    let layout = checkpoint.config().block_layout(options.weights.kv_format());
     let (kv, arena) = gpu.kv(layout, config.limits.blocks);
     let mut executor = CudaExecutor::start(model, kv, &arena, config.limits).unwrap();
     prepare(&mut executor);
@@ -73,7 +73,7 @@ pub(crate) fn on_gpu(
 }
 
 pub(crate) fn on_cpu(checkpoint: &Checkpoint, config: SchedulerConfig) -> StepLoop<CpuExecutor> {
-    let layout = checkpoint.config().block_layout(WeightFormat::F32.kv_dtype());
+    let layout = checkpoint.config().block_layout(WeightFormat::F32.kv_format());
     let arena = KvArena::host(layout, config.limits.blocks).unwrap();
     let backend = cpu(WeightFormat::F32);
     step_loop(

@@ -12,7 +12,7 @@ use engine::executor::{
     cuda::{CudaExecutor, CudaExecutorError, CudaModel, KvShare},
 };
 use kernels::{
-    Backend, Dtype, KvArena, RowSource, WeightFormat,
+    Backend, Dtype, KvArena, KvFormat, RowSource, WeightFormat,
     cuda::{
         AttentionKind, CudaBackend, CudaOptions, DeviceKv, GemmShape, TuningSettings, row_steps,
     },
@@ -81,7 +81,7 @@ pub(crate) fn weight_rows_of_any_matrix_size_load_correctly() {
 pub(crate) fn kv_cache_fits_the_memory_share() {
     let gpu = gpu();
     let checkpoint = checkpoint("LlamaForCausalLM", "llama");
-    let layout = checkpoint.config().block_layout(Dtype::Bf16);
+    let layout = checkpoint.config().block_layout(KvFormat::Bf16);
     let limits = |blocks| ExecutorLimits {
         slots: 8,
         step_tokens: 256,

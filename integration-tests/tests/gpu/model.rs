@@ -80,7 +80,7 @@ pub(crate) fn by_cpu(checkpoint: &Checkpoint, weights: WeightFormat) -> Vec<(Vec
     let limits = Limits { rows_max: ROWS, sampled_max: 4, adapter_slots: 0 };
     let mut llama = Transformer::load(checkpoint, &cpu, limits, &mut |_| ()).unwrap();
     let (layout, groups) =
-        (checkpoint.config().block_layout(weights.kv_dtype()), checkpoint.config().kv_groups());
+        (checkpoint.config().block_layout(weights.kv_format()), checkpoint.config().kv_groups());
     let arena: Arc<KvArena> = KvArena::host(layout, 48 * groups.count() as u32).unwrap();
     let mut known = prompts();
     let mut computed = [0; 3];
@@ -131,7 +131,7 @@ pub(crate) fn by_gpu(
     });
     let mut graph = None;
     let groups = checkpoint.config().kv_groups();
-    let layout = checkpoint.config().block_layout(weights.kv_dtype());
+    let layout = checkpoint.config().block_layout(weights.kv_format());
     let (kv, _) = gpu.kv(layout, 48 * groups.count() as u32);
     let limits = BatchLimits {
         hidden: 0,

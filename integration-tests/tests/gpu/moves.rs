@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kernels::{BlockId, Dtype, KvArena, KvLayout, cuda::DeviceKv};
+use kernels::{BlockId, KvArena, KvFormat, KvLayout, cuda::DeviceKv};
 
 use super::bench::{gpu, short};
 
@@ -38,7 +38,7 @@ fn scattered(seed: u64, count: usize) -> Vec<BlockId> {
 
 /// Returns the byte range of the heads in a block, for each layer's keys and values.
 fn places(layout: KvLayout, first: usize, count: usize) -> impl Iterator<Item = (usize, usize)> {
-    let head = layout.head_elements() * layout.dtype.bytes();
+    let head = layout.head_bytes();
     let rows = 0..2 * layout.layer_count;
     rows.map(move |row| {
         let begin = (row * layout.kv_head_count + first) * head;
@@ -51,11 +51,11 @@ pub(crate) fn gather_and_scatter_of_heads_match_cpu() {
     // All heads and ranges of heads. Some heads have few bytes or a size that is not a power of
     // two.
     for (layer_count, kv_head_count, head_dim) in [(1, 1, 8), (3, 2, 24), (7, 3, 40), (2, 5, 64)] {
-        for dtype in [Dtype::Bf16, Dtype::F32] {
-            if short() && dtype == Dtype::F32 {
+        for format in [KvFormat::Bf16, KvFormat::F32, KvFormat::Fp8] {
+            if short() && format == KvFormat::F32 {
                 continue;
             }
-            let layout = KvLayout { layer_count, kv_head_count, head_dim, dtype };
+            let layout = KvLayout { layer_count, kv_head_count, head_dim, format };
             for kernel in [false, true] {
                 let kv = DeviceKv::new(&gpu.context, layout, BLOCKS).unwrap();
                 if kernel {
@@ -68,7 +68,7 @@ pub(crate) fn gather_and_scatter_of_heads_match_cpu() {
                     arena.write(BlockId(id)).unwrap().copy_from_host(bytes).unwrap();
                 }
                 let what =
-                    format!("{layout} {dtype}, {}", if kernel { "kernel" } else { "copies" });
+                    format!("{layout} {format}, {}", if kernel { "kernel" } else { "copies" });
                 for first in 0..kv_head_count {
                     for count in 1..=kv_head_count - first {
                         let seed = (first * 10 + count) as u64;

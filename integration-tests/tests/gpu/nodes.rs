@@ -17,7 +17,7 @@ use std::{
 };
 
 use kernels::{
-    BlockId, Dtype, KvArena, KvLayout,
+    BlockId, KvArena, KvFormat, KvLayout,
     arena::RemoteBlocks,
     cuda::{Context, DeviceKv, Driver, KernelLibrary, RankedKv, StreamDelays},
     sampling::SampledToken,
@@ -216,10 +216,10 @@ impl NodeKind {
 
     /// Returns the KV layout: 2 MiB a block for large blocks, otherwise 256 KiB.
     fn layout(self) -> KvLayout {
-        let dtype = Dtype::Bf16;
+        let format = KvFormat::Bf16;
         match self.is_large() {
-            true => KvLayout { layer_count: 32, kv_head_count: 8, head_dim: 128, dtype },
-            false => KvLayout { layer_count: 16, kv_head_count: 4, head_dim: 64, dtype },
+            true => KvLayout { layer_count: 32, kv_head_count: 8, head_dim: 128, format },
+            false => KvLayout { layer_count: 16, kv_head_count: 4, head_dim: 64, format },
         }
     }
 

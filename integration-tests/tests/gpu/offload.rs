@@ -8,7 +8,7 @@ use std::{
 };
 
 use kernels::{
-    BlockId, BlockRead, BlockWrite, Dtype, KvArena, KvLayout,
+    BlockId, BlockRead, BlockWrite, KvArena, KvFormat, KvLayout,
     arena::RemoteBlocks,
     cuda::{DeviceKv, RankedKv},
     offload::{CopiedBlocks, OffloadStream},
@@ -58,9 +58,9 @@ fn loaded_digests(copied: Vec<CopiedBlocks>) -> Vec<u64> {
 
 pub(crate) fn blocks_return_from_host_memory_for_any_layout_and_rank_count() {
     let gpu = gpu();
-    for dtype in [Dtype::F32, Dtype::Bf16] {
+    for format in [KvFormat::F32, KvFormat::Bf16, KvFormat::Fp8] {
         for (layer_count, head_dim) in [(1, 64), (3, 128), (5, 80)] {
-            let layout = KvLayout { layer_count, kv_head_count: 4, head_dim, dtype };
+            let layout = KvLayout { layer_count, kv_head_count: 4, head_dim, format };
             for ranks in [1, 2, 4] {
                 let device = arena(&gpu, layout, ranks, BLOCKS);
                 let host = KvArena::host(layout, BLOCKS).unwrap();
@@ -163,7 +163,8 @@ fn rate(
 pub(crate) fn offload_bandwidth_is_reported() {
     let gpu = gpu();
     // Blocks of an 8B model: 2 MiB.
-    let layout = KvLayout { layer_count: 32, kv_head_count: 8, head_dim: 128, dtype: Dtype::Bf16 };
+    let layout =
+        KvLayout { layer_count: 32, kv_head_count: 8, head_dim: 128, format: KvFormat::Bf16 };
     let blocks = 2 * DIRECTION_BLOCKS;
     for ranks in [1, 2] {
         let (device, host) =

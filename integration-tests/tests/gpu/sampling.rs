@@ -6,7 +6,7 @@ use std::{
 };
 
 use kernels::{
-    Backend, BlockId, Dtype, KvGroups, KvLayout, WeightFormat,
+    Backend, BlockId, KvFormat, KvGroups, KvLayout, WeightFormat,
     cpu::{SampleError, SampleRow, sample},
     cuda::{
         Admission, BatchLimits, Context, CudaBackend, CudaBuffer, CudaError, CudaGroup,
@@ -68,7 +68,7 @@ fn sampler(
     cuda.place().unwrap();
     let logits = make(&cuda);
     cuda.finish_loading().unwrap();
-    let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, dtype: Dtype::F32 };
+    let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, format: KvFormat::F32 };
     let limits = BatchLimits {
         hidden: 0,
         slots: rows,

@@ -18,7 +18,7 @@ use engine::{
     plan::{AdmittedRow, RowPlan, Slot, StepPlan},
 };
 use kernels::{
-    Backend, BlockId, Dtype, KvGroups, KvLayout, WeightFormat,
+    Backend, BlockId, KvFormat, KvGroups, KvLayout, WeightFormat,
     cuda::{
         Admission, AttentionKind, BatchLimits, CudaBackend, CudaBuffer, CudaOptions, DeviceBatch,
         DeviceClock, Drafts, SampleOutcome, StepInput, StepRows, TuningSettings,
@@ -62,7 +62,8 @@ impl Device {
         let rows = SLOTS * (1 + DRAFTS_MAX);
         let make = |cuda: &CudaBackend| cuda.wide_buffer(rows as usize, VOCABULARY as usize);
         let (cuda, logits) = gpu.backend_with(CudaOptions::new(WeightFormat::F32), make);
-        let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, dtype: Dtype::F32 };
+        let layout =
+            KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, format: KvFormat::F32 };
         let (kv, _) = gpu.kv(layout, 16);
         let limits = BatchLimits {
             hidden: 0,
@@ -306,7 +307,7 @@ fn timed_executor(gpu: &Gpu, checkpoint: &Checkpoint, drafts: bool) -> CudaExecu
     let mut model = CudaModel::load(checkpoint, backend, &limits, &mut |_| ()).unwrap();
     let tuning = TuningSettings { folder: None, within: Duration::from_secs(20) };
     model.tune(&limits, &tuning).unwrap();
-    let layout = checkpoint.config().block_layout(options.weights.kv_dtype());
+    let layout = checkpoint.config().block_layout(options.weights.kv_format());
     let (kv, arena) = gpu.kv(layout, limits.blocks);
     CudaExecutor::start(model, kv, &arena, limits).unwrap()
 }

@@ -129,7 +129,7 @@ pub(crate) fn limits(checkpoint: &Checkpoint) -> ExecutorLimits {
 }
 
 fn layout(checkpoint: &Checkpoint, part: RankTask) -> KvLayout {
-    checkpoint.config().block_layout(part.options().weights.kv_dtype())
+    checkpoint.config().block_layout(part.options().weights.kv_format())
 }
 
 pub(crate) const RANK_HELPER: &str = "tp-rank";
@@ -153,8 +153,8 @@ pub(crate) fn run_rank_process() {
             Some(folder) => Checkpoint::open(folder, LoadFormat::Auto).unwrap(),
             None => part.model(),
         };
-        let dtype = layout(&checkpoint, part).dtype;
-        let layout = KvLayout { layer_count, kv_head_count, head_dim, dtype };
+        let format = layout(&checkpoint, part).format;
+        let layout = KvLayout { layer_count, kv_head_count, head_dim, format };
         let limits = limits(&checkpoint);
         let own = layout.with_heads(layout.kv_head_count / spec.of as usize);
         let (executor, kv): (Box<dyn Executor>, _) = match part {

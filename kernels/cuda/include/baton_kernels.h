@@ -156,7 +156,7 @@ BATON_API int32_t baton_gather_rows(int32_t dtype, const void *x, const int32_t 
  *
  * With BATON_FP8, a block is [layer][K, V][head] of 16 * (dim + 1) bytes: the codes [token 16][dim] (e4m3), then the
  * scales' exponents [token 16], one byte E each. A value is code * 2^(E - 127), which is exact in bf16 and in f32. The
- * vector of a token and head is quantized from bf16. An infinite value counts as the greatest finite value, NaN as 0.
+ * vector of a token and head is quantized from bf16. A magnitude beyond 1.875 * 2^127 counts as this number, NaN as 0.
  * If the largest magnitude is m * 2^x with 1 <= m < 2, E - 127 is x - 8 for m <= 1.75 and x - 7 above, and E is at least 1.
  * A code is value * 2^(127 - E), rounded to nearest even. */
 typedef struct {

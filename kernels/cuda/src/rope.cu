@@ -48,11 +48,12 @@ __device__ float factor_of_all(const T* values, const float* bias, int count, fl
 // An element of FP8 KV, e4m3.
 using Code = uint8_t;
 
-// Replaces infinite values by the greatest finite ones, and NaN by 0.
-__device__ bf16 finite(bf16 value) {
-  const unsigned short bits = __bfloat16_as_ushort(value), magnitude = bits & 0x7fff;
-  if (magnitude < 0x7f80) return value;
-  return __ushort_as_bfloat16(magnitude == 0x7f80 ? bits - 1 : 0);
+// Bounds the magnitude by 1.875 * 2^127, so that a code times its scale is finite, and replaces NaN by 0.
+__device__ bf16 bounded(bf16 value) {
+  constexpr unsigned short GREATEST = 0x7f70, INFINITE = 0x7f80, SIGN = 0x8000;
+  const unsigned short bits = __bfloat16_as_ushort(value), magnitude = bits & ~SIGN;
+  if (magnitude <= GREATEST) return value;
+  return __ushort_as_bfloat16(magnitude > INFINITE ? 0 : GREATEST | (bits & SIGN));
 }
 
 // Returns the scale's exponent E of a vector whose largest magnitude is `amax`: the least with codes of at most 448,
@@ -177,8 +178,8 @@ __global__ void __launch_bounds__(HEADS* WARP)
       unsigned amax = 0;
 #pragma unroll
       for (int pair = 0; pair < PAIRS; ++pair) {
-        lower.values[pair] = finite(lower.values[pair]);
-        upper.values[pair] = finite(upper.values[pair]);
+        lower.values[pair] = bounded(lower.values[pair]);
+        upper.values[pair] = bounded(upper.values[pair]);
         amax = max(amax, __bfloat16_as_ushort(lower.values[pair]) & 0x7fffu);
         amax = max(amax, __bfloat16_as_ushort(upper.values[pair]) & 0x7fffu);
       }

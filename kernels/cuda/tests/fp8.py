@@ -12,7 +12,7 @@ def quantize(bits):
     """Returns codes and scale exponents of bf16 bits [..., dim], by a table of all codes."""
     magnitude, sign = bits & 0x7FFF, bits >> 15
     is_nan = magnitude > 0x7F80
-    magnitude = np.where(is_nan, 0, np.minimum(magnitude, 0x7F7F)).astype(np.uint32)
+    magnitude = np.where(is_nan, 0, np.minimum(magnitude, 0x7F70)).astype(np.uint32)
     amax = magnitude.max(-1).astype(np.int64)
     exponents = np.maximum((amax >> 7) - np.where(amax & 0x7F > 0x60, 7, 8), 1)
     values = (magnitude << 16).view(np.float32).astype(np.float64) * 2.0 ** (127 - exponents)[..., None]

@@ -5,25 +5,30 @@ use std::{fmt, ops::Range, slice, sync::Arc};
 use half::bf16;
 
 use super::{ArenaError, KvArena};
-use crate::layout::{BLOCK_TOKENS, BlockId, Dtype, KvHalf, KvLayout};
+use crate::layout::{BLOCK_TOKENS, BlockId, KvFormat, KvHalf, KvLayout};
 
 /// Element type of KV blocks.
 ///
 /// # Safety
-/// Every bit pattern of `DTYPE.bytes()` bytes must be a value of the type, and its alignment at
-/// most its size.
+/// The type must be that of the format's elements: every bit pattern is a value, and the alignment
+/// is at most the size.
 pub unsafe trait Element: Copy + Send + Sync + 'static {
-    const DTYPE: Dtype;
+    const FORMAT: KvFormat;
 }
 
 // SAFETY: any four bytes are an f32.
 unsafe impl Element for f32 {
-    const DTYPE: Dtype = Dtype::F32;
+    const FORMAT: KvFormat = KvFormat::F32;
 }
 
 // SAFETY: any two bytes are a bf16.
 unsafe impl Element for bf16 {
-    const DTYPE: Dtype = Dtype::Bf16;
+    const FORMAT: KvFormat = KvFormat::Bf16;
+}
+
+// SAFETY: any byte is a u8.
+unsafe impl Element for u8 {
+    const FORMAT: KvFormat = KvFormat::Fp8;
 }
 
 /// Index of a block among the blocks that a [`StepAccess`] holds.
@@ -149,6 +154,26 @@ impl StepAccess {
         }
     }
 
+    /// Returns the scales of one head's 16 tokens, in a block of format FP8. Tokens not written yet
+    /// have arbitrary scales.
+    ///
+    /// # Panics
+    /// As [`Self::head`].
+    #[inline]
+    pub fn scales(
+        &self,
+        held: HeldBlock,
+        layer: usize,
+        half: KvHalf,
+        head: usize,
+    ) -> &[u8; BLOCK_TOKENS] {
+        // SAFETY: in FP8 the head's 16 scales follow its elements. Otherwise as in `head`.
+        unsafe {
+            let start = self.head_ptr::<u8>(held, layer, half, head);
+            &*start.add(self.arena.layout.head_elements()).cast()
+        }
+    }
+
     /// Returns one token of one head for writing, `head_dim` elements.
     ///
     /// Panics when `T` is not the arena's type, the block is held for reading only, or an index is
@@ -168,6 +193,41 @@ impl StepAccess {
         token: usize,
     ) -> &mut [T] {
         let dim = self.arena.layout.head_dim;
+        self.check_write(held, token);
+        // SAFETY: the checks above keep the range inside the head; the caller ensures exclusive
+        // access.
+        unsafe {
+            let start = self.head_ptr::<T>(held, layer, half, head).add(token * dim);
+            slice::from_raw_parts_mut(start, dim)
+        }
+    }
+
+    /// Sets the scale of one token of one head, in a block of format FP8.
+    ///
+    /// Panics as [`Self::token_mut`] does.
+    ///
+    /// # Safety
+    /// No slice from [`Self::scales`] of this head exists on any thread, and no other thread sets
+    /// this scale.
+    #[inline]
+    pub unsafe fn set_scale(
+        &self,
+        held: HeldBlock,
+        layer: usize,
+        half: KvHalf,
+        head: usize,
+        (token, scale): (usize, u8),
+    ) {
+        self.check_write(held, token);
+        // SAFETY: in FP8 the head's 16 scales follow its elements, and the token was checked; the
+        // caller ensures exclusive access.
+        unsafe {
+            let start = self.head_ptr::<u8>(held, layer, half, head);
+            start.add(self.arena.layout.head_elements() + token).write(scale);
+        }
+    }
+
+    fn check_write(&self, held: HeldBlock, token: usize) {
         assert!(
             self.is_written(held),
             "cannot write block {:?}: it is held for reading",
@@ -177,12 +237,6 @@ impl StepAccess {
             token < BLOCK_TOKENS,
             "token {token} is out of range: a block has {BLOCK_TOKENS} tokens"
         );
-        // SAFETY: the checks above keep the range inside the head; the caller ensures exclusive
-        // access.
-        unsafe {
-            let start = self.head_ptr::<T>(held, layer, half, head).add(token * dim);
-            slice::from_raw_parts_mut(start, dim)
-        }
     }
 
     #[inline]
@@ -194,12 +248,14 @@ impl StepAccess {
         head: usize,
     ) -> *mut T {
         let layout = self.arena.layout;
-        assert!(T::DTYPE == layout.dtype, "the arena holds {}", layout.dtype);
+        assert!(T::FORMAT == layout.format, "the arena holds {}", layout.format);
         assert!(layer < layout.layer_count && head < self.heads.len(), "inside the layout");
-        let block = self.arena.block_ptr(self.blocks[held.index()]).cast::<T>();
+        let block = self.arena.block_ptr(self.blocks[held.index()]);
         // SAFETY: the layout places every head inside the block's bytes. The arena starts at a page
-        // boundary and blocks are whole numbers of elements, so the pointer is aligned.
-        unsafe { block.add(layout.head_offset(layer, half, self.heads.start + head)).as_ptr() }
+        // boundary, and heads are whole numbers of elements, so the pointer is aligned.
+        unsafe {
+            block.add(layout.head_offset(layer, half, self.heads.start + head)).as_ptr().cast()
+        }
     }
 }
 
@@ -236,7 +292,8 @@ mod tests {
     use super::*;
 
     fn arena() -> Arc<KvArena> {
-        let layout = KvLayout { layer_count: 2, kv_head_count: 2, head_dim: 4, dtype: Dtype::F32 };
+        let layout =
+            KvLayout { layer_count: 2, kv_head_count: 2, head_dim: 4, format: KvFormat::F32 };
         KvArena::host(layout, 8).unwrap()
     }
 
@@ -294,7 +351,7 @@ mod tests {
         assert_eq!(access.head::<f32>(held, 1, KvHalf::Value, 1)[60..], token);
         drop(access);
         let guard = arena.read(BlockId(6)).unwrap();
-        let at = (layout.head_offset(1, KvHalf::Value, 1) + 60) * 4;
+        let at = layout.head_offset(1, KvHalf::Value, 1) + 60 * 4;
         assert_eq!(guard.host_view().unwrap()[at..at + 4], 1.0_f32.to_ne_bytes());
         assert_eq!(layout.block_bytes(), at + 16);
     }
@@ -303,7 +360,8 @@ mod tests {
     fn steps_of_ranks_store_their_heads_at_their_offsets() {
         use crate::{cpu::testing::region, shard::Shard};
 
-        let layout = KvLayout { layer_count: 2, kv_head_count: 4, head_dim: 4, dtype: Dtype::F32 };
+        let layout =
+            KvLayout { layer_count: 2, kv_head_count: 4, head_dim: 4, format: KvFormat::F32 };
         let region = region(128 + 3 * layout.block_bytes());
         let arena = || KvArena::shared(layout, 3, &region, 128).unwrap();
         for shard in Shard::new(0, 2).unwrap().all() {
@@ -327,7 +385,7 @@ mod tests {
         node.read(BlockId(1)).unwrap().copy_to_host(&mut bytes).unwrap();
         for (layer, half) in [(0, KvHalf::Key), (1, KvHalf::Value)] {
             for head in 0..4 {
-                let at = (layout.head_offset(layer, half, head) + 12) * 4;
+                let at = layout.head_offset(layer, half, head) + 12 * 4;
                 let found = f32::from_ne_bytes(bytes[at..at + 4].try_into().unwrap());
                 assert_eq!(found, (10 * layer + head) as f32 + 1.0);
             }

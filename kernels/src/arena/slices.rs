@@ -32,13 +32,12 @@ impl BlockSlices {
     /// range of a whole block that the slice holds.
     fn ranges(&self, slice: usize, mut copy: impl FnMut(usize, usize, usize)) {
         let own = self.slices[slice].layout();
-        let element_bytes = own.dtype.bytes();
-        let bytes = own.kv_head_count * own.head_elements() * element_bytes;
+        let bytes = own.kv_head_count * own.head_bytes();
         for layer in 0..own.layer_count {
             for half in [KvHalf::Key, KvHalf::Value] {
                 let first_head = slice * own.kv_head_count;
-                let whole = self.layout.head_offset(layer, half, first_head) * element_bytes;
-                copy(whole, own.head_offset(layer, half, 0) * element_bytes, bytes);
+                let whole = self.layout.head_offset(layer, half, first_head);
+                copy(whole, own.head_offset(layer, half, 0), bytes);
             }
         }
     }
@@ -112,7 +111,7 @@ mod tests {
     use super::*;
     use crate::{
         arena::KvArena,
-        layout::{BLOCK_TOKENS, BlockId, Dtype},
+        layout::{BlockId, KvFormat},
     };
 
     /// Stand-in for a device's memory, on the host.
@@ -157,8 +156,8 @@ mod tests {
 
     #[test]
     fn blocks_convert_between_any_numbers_of_ranks() {
-        for dtype in [Dtype::F32, Dtype::Bf16] {
-            let layout = KvLayout { layer_count: 3, kv_head_count: 4, head_dim: 2, dtype };
+        for format in [KvFormat::F32, KvFormat::Bf16, KvFormat::Fp8] {
+            let layout = KvLayout { layer_count: 3, kv_head_count: 4, head_dim: 2, format };
             let block: Vec<u8> =
                 (0..layout.block_bytes()).map(|at| (at * 7 + at / 251) as u8).collect();
             for (from, to) in [(1, 2), (2, 4), (4, 1), (4, 4), (2, 1)] {
@@ -176,10 +175,9 @@ mod tests {
                     let (own, bytes) = (slice.layout, slice.bytes.lock().unwrap());
                     let mine = &bytes[2 * own.block_bytes()..];
                     for head in 0..own.kv_head_count {
-                        let at = |layout: KvLayout, head| {
-                            layout.head_offset(2, KvHalf::Value, head) * dtype.bytes()
-                        };
-                        let length = BLOCK_TOKENS * 2 * dtype.bytes();
+                        let at =
+                            |layout: KvLayout, head| layout.head_offset(2, KvHalf::Value, head);
+                        let length = layout.head_bytes();
                         let whole = at(layout, rank * own.kv_head_count + head);
                         let found = &mine[at(own, head)..][..length];
                         assert_eq!(found, &block[whole..whole + length]);
@@ -192,7 +190,8 @@ mod tests {
 
     #[test]
     fn parts_of_blocks_are_rejected() {
-        let layout = KvLayout { layer_count: 1, kv_head_count: 2, head_dim: 2, dtype: Dtype::F32 };
+        let layout =
+            KvLayout { layer_count: 1, kv_head_count: 2, head_dim: 2, format: KvFormat::F32 };
         let own: Arc<dyn RemoteBlocks> = Arc::new(HostSlices {
             layout: layout.with_heads(1),
             bytes: Mutex::new(vec![0; layout.block_bytes() / 2 * BLOCKS as usize]),

@@ -260,10 +260,11 @@ mod tests {
     use std::num::NonZeroUsize;
 
     use super::*;
-    use crate::layout::{Dtype, KvLayout};
+    use crate::layout::{KvFormat, KvLayout};
 
     fn arena() -> Arc<KvArena> {
-        let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 4, dtype: Dtype::F32 };
+        let layout =
+            KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 4, format: KvFormat::F32 };
         KvArena::host(layout, 4).unwrap()
     }
 

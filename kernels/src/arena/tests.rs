@@ -1,10 +1,10 @@
 use std::thread;
 
 use super::*;
-use crate::layout::Dtype;
+use crate::layout::KvFormat;
 
 fn layout() -> KvLayout {
-    KvLayout { layer_count: 2, kv_head_count: 1, head_dim: 4, dtype: Dtype::F32 }
+    KvLayout { layer_count: 2, kv_head_count: 1, head_dim: 4, format: KvFormat::F32 }
 }
 
 fn arena(blocks: u32) -> Arc<KvArena> {

@@ -39,9 +39,10 @@ use super::{
     threads::ThreadPool,
 };
 use crate::{
-    arena::Element,
+    arena::{Element, HeldBlock, StepAccess},
     backend::{HeadShape, LayerAttention},
-    layout::{BLOCK_TOKENS, Dtype, KvHalf},
+    kv_fp8,
+    layout::{BLOCK_TOKENS, Dtype, KvFormat, KvHalf},
 };
 
 /// Query elements of one tile. Together with their accumulators, a block's keys and values they
@@ -50,17 +51,24 @@ const TILE_ELEMENTS: usize = 3072;
 /// Minimum multiply-adds for which waking other threads pays.
 const SHARED_WORK_MIN: usize = 200_000;
 
-/// Memory that attention reuses: one tile per thread.
+/// Memory that attention reuses, for each thread.
 pub(crate) struct AttentionScratch {
-    tiles: Vec<Mutex<TileMemory>>,
+    threads: Vec<Mutex<ThreadMemory>>,
     #[cfg(target_arch = "x86_64")]
     pairs: pairs::PairsScratch,
+}
+
+/// Memory of one thread: a tile, and keys and values of FP8 blocks in bf16.
+#[derive(Default)]
+struct ThreadMemory {
+    tile: TileMemory,
+    dequantized: Vec<bf16>,
 }
 
 impl AttentionScratch {
     pub(super) fn new(threads: usize) -> Self {
         Self {
-            tiles: (0..threads).map(|_| Mutex::default()).collect(),
+            threads: (0..threads).map(|_| Mutex::default()).collect(),
             #[cfg(target_arch = "x86_64")]
             pairs: pairs::PairsScratch::new(threads),
         }
@@ -123,12 +131,14 @@ impl<'a> AttentionCall<'a> {
     }
 }
 
-/// KV element type and its conversion to f32.
+/// Element type of keys and values that attention reads, and its conversion to f32.
 trait KvElement: Element {
+    const DTYPE: Dtype;
     fn widen(self) -> f32;
 }
 
 impl KvElement for f32 {
+    const DTYPE: Dtype = Dtype::F32;
     #[inline(always)]
     fn widen(self) -> f32 {
         self
@@ -136,9 +146,73 @@ impl KvElement for f32 {
 }
 
 impl KvElement for bf16 {
+    const DTYPE: Dtype = Dtype::Bf16;
     #[inline(always)]
     fn widen(self) -> f32 {
         from_bf16(self)
+    }
+}
+
+/// Element type of KV blocks.
+trait StoredKv: Element {
+    /// Type in which attention reads the elements.
+    type Read: KvElement;
+    /// Number of elements that [`Self::read`] needs in `memory`, for a head of this many elements.
+    fn memory(head_elements: usize) -> usize;
+    /// Returns the `[token][dim]` keys or values of a head. `memory` is for conversions.
+    fn read<'a>(
+        access: &'a StepAccess,
+        place: HeadPlace,
+        half: KvHalf,
+        memory: &'a mut [bf16],
+    ) -> &'a [Self::Read];
+}
+
+/// A head in a block.
+#[derive(Clone, Copy)]
+struct HeadPlace {
+    block: HeldBlock,
+    layer: usize,
+    head: usize,
+}
+
+impl<T: KvElement> StoredKv for T {
+    type Read = T;
+
+    fn memory(_head_elements: usize) -> usize {
+        0
+    }
+
+    fn read<'a>(
+        access: &'a StepAccess,
+        HeadPlace { block, layer, head }: HeadPlace,
+        half: KvHalf,
+        _memory: &'a mut [bf16],
+    ) -> &'a [T] {
+        access.head(block, layer, half, head)
+    }
+}
+
+impl StoredKv for u8 {
+    type Read = bf16;
+
+    fn memory(head_elements: usize) -> usize {
+        head_elements
+    }
+
+    fn read<'a>(
+        access: &'a StepAccess,
+        HeadPlace { block, layer, head }: HeadPlace,
+        half: KvHalf,
+        memory: &'a mut [bf16],
+    ) -> &'a [bf16] {
+        let elements = access.head::<u8>(block, layer, half, head);
+        let dim = elements.len() / BLOCK_TOKENS;
+        let tokens = elements.chunks_exact(dim).zip(memory.chunks_exact_mut(dim));
+        for ((elements, values), &scale) in tokens.zip(access.scales(block, layer, half, head)) {
+            kv_fp8::dequantize(elements, scale, values);
+        }
+        memory
     }
 }
 
@@ -159,18 +233,19 @@ pub(crate) fn attention(
         return reference::attention(call, out);
     }
     #[cfg(target_arch = "x86_64")]
-    if level == Level::Avx512Bf16 && step.layout().dtype == Dtype::Bf16 && pairs::fits(shape) {
+    if level == Level::Avx512Bf16 && step.layout().format == KvFormat::Bf16 && pairs::fits(shape) {
         // SAFETY: the level was found on this machine, and the heads fit.
         return unsafe { pairs::attention(pool, &mut scratch.pairs, call, out) };
     }
-    let tiles = match step.layout().dtype {
-        Dtype::F32 => tiles::<f32>,
-        Dtype::Bf16 => tiles::<bf16>,
+    let tiles = match step.layout().format {
+        KvFormat::F32 => tiles::<f32>,
+        KvFormat::Bf16 => tiles::<bf16>,
+        KvFormat::Fp8 => tiles::<u8>,
     };
     tiles(level, pool, scratch, call, out);
 }
 
-fn tiles<T: KvElement>(
+fn tiles<T: StoredKv>(
     level: Level,
     pool: &mut ThreadPool,
     scratch: &mut AttentionScratch,
@@ -195,7 +270,8 @@ fn tiles<T: KvElement>(
         let tile = &tiles[task / (shape.kv_heads * splits)];
         let kv_head = task / splits % shape.kv_heads;
         let first_head = kv_head * group + task % splits * head_count;
-        let mut memory = scratch.tiles[thread].lock().unwrap_or_else(PoisonError::into_inner);
+        let mut memory = scratch.threads[thread].lock().unwrap_or_else(PoisonError::into_inner);
+        let ThreadMemory { tile: memory, dequantized } = &mut *memory;
         memory.begin(tile.row_count, head_count, dim, tile.first_position(), window);
         if let Some(sinks) = call.sinks_of(first_head..first_head + head_count) {
             memory.add_sinks(sinks);
@@ -207,16 +283,22 @@ fn tiles<T: KvElement>(
                 memory.set_query(row * head_count + head, scale, query);
             }
         }
+        let head_memory = T::memory(BLOCK_TOKENS * dim);
+        dequantized.resize(2 * BLOCKS_TOGETHER * head_memory, bf16::ZERO);
         let visible = tile.visible_blocks(window);
         let first_block = visible.start;
         let (table, layer) = step.table(layer, tile.sequence);
         let table = &table[visible];
         for (number, blocks) in table.chunks(BLOCKS_TOGETHER).enumerate() {
-            let mut parts: [(&[T], &[T]); BLOCKS_TOGETHER] = [(&[], &[]); BLOCKS_TOGETHER];
+            let mut parts: [(&[T::Read], &[T::Read]); BLOCKS_TOGETHER] = Default::default();
+            let mut rest = &mut dequantized[..];
             for (part, &block) in parts.iter_mut().zip(blocks) {
-                let keys = step.access.head(block, layer, KvHalf::Key, kv_head);
-                let values = step.access.head(block, layer, KvHalf::Value, kv_head);
-                *part = (keys, values);
+                let place = HeadPlace { block, layer, head: kv_head };
+                let (keys, others) = rest.split_at_mut(head_memory);
+                let (values, others) = others.split_at_mut(head_memory);
+                let keys = T::read(&step.access, place, KvHalf::Key, keys);
+                let values = T::read(&step.access, place, KvHalf::Value, values);
+                (*part, rest) = ((keys, values), others);
             }
             let first = first_block + number * BLOCKS_TOGETHER;
             memory.add_blocks(level, first, &parts[..blocks.len()]);
@@ -268,15 +350,15 @@ mod tests {
     const BLOCKS: u32 = 256;
     const TABLE_BLOCKS: u32 = 48;
 
-    fn arena(shape: HeadShape, dtype: Dtype) -> Arc<KvArena> {
+    fn arena(shape: HeadShape, format: KvFormat) -> Arc<KvArena> {
         let layout = KvLayout {
             layer_count: 2,
             kv_head_count: shape.kv_heads,
             head_dim: shape.head_dim,
-            dtype,
+            format,
         };
         let arena = KvArena::host(layout, BLOCKS).unwrap();
-        // Unwritten memory must not affect the result: all ones are NaN in both types.
+        // Unwritten memory must not affect the result: all ones are NaN in all formats.
         for id in 0..BLOCKS {
             arena.write(BlockId(id)).unwrap().host_view_mut().unwrap().fill(0xff);
         }
@@ -366,9 +448,9 @@ mod tests {
         [0, 1, 5, 16, 37].map(NonZeroUsize::new)
     }
 
-    fn assert_agrees(level: Level, dtype: Dtype, got: &[f32], want: &[f32], context: &str) {
+    fn assert_agrees(level: Level, format: KvFormat, got: &[f32], want: &[f32], context: &str) {
         assert!(want.iter().all(|value| value.is_finite()), "{context}");
-        let rounds = dtype == Dtype::Bf16 && pairs(level);
+        let rounds = format == KvFormat::Bf16 && pairs(level);
         if fuses(level) && !rounds {
             assert_eq!(bits(got), bits(want), "{context}");
         } else {
@@ -394,22 +476,23 @@ mod tests {
             .flat_map(|pieces| windows().map(|window| (pieces, window)))
             .collect();
         for shape in shapes() {
-            for dtype in [Dtype::F32, Dtype::Bf16] {
+            for format in [KvFormat::F32, KvFormat::Bf16, KvFormat::Fp8] {
                 for (index, &(pieces, window)) in pieces.iter().enumerate() {
                     // Every second case has sinks, so that all pieces and windows occur with them.
                     let all = sinks(shape);
                     let sinks = (index % 2 == 1).then_some(&*all);
                     let run = |level, threads| {
                         let how = (shape, window, sinks);
-                        run_with(level, threads, &arena(shape, dtype), how, pieces).1
+                        run_with(level, threads, &arena(shape, format), how, pieces).1
                     };
                     let want = run(Level::Reference, 1);
                     for level in levels() {
                         for threads in [1, 3] {
                             let (got, name) = (run(level, threads), level.name());
-                            let context =
-                                format!("{shape:?} {dtype} {pieces:?} {window:?} {name} {sinks:?}");
-                            assert_agrees(level, dtype, &got, &want, &context);
+                            let context = format!(
+                                "{shape:?} {format} {pieces:?} {window:?} {name} {sinks:?}"
+                            );
+                            assert_agrees(level, format, &got, &want, &context);
                         }
                     }
                 }
@@ -423,7 +506,7 @@ mod tests {
         let count = 70;
         for shape in shapes() {
             for window in windows() {
-                let (sinks, arena) = (sinks(shape), arena(shape, Dtype::F32));
+                let (sinks, arena) = (sinks(shape), arena(shape, KvFormat::F32));
                 let how = (shape, window, Some(&*sinks));
                 let (qkv, out) = run_with(Level::Reference, 1, &arena, how, &[(0, 0, count)]);
                 let (dim, scale) = (shape.head_dim, 1.0 / f64::from(shape.head_dim as f32).sqrt());
@@ -459,11 +542,24 @@ mod tests {
         }
     }
 
+    /// The error of a value is at most 1/16 of it, and that of a score changes its weight a little.
+    #[test]
+    fn kv_in_fp8_gives_nearly_the_results_of_f32() {
+        for shape in shapes() {
+            let run = |format| {
+                run(Level::Reference, 1, &arena(shape, format), shape, None, &[(0, 0, 70)])
+            };
+            let (exact, got) = (run(KvFormat::F32), run(KvFormat::Fp8));
+            let off = exact.iter().zip(&got).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(exact != got && off < 0.1, "{shape:?}: off by {off}");
+        }
+    }
+
     #[test]
     fn a_step_without_rows_writes_nothing() {
         let shape = shapes()[0];
         for level in levels().into_iter().chain([Level::Reference]) {
-            assert!(run(level, 2, &arena(shape, Dtype::F32), shape, None, &[]).is_empty());
+            assert!(run(level, 2, &arena(shape, KvFormat::F32), shape, None, &[]).is_empty());
         }
     }
 
@@ -472,7 +568,7 @@ mod tests {
         let last = 53;
         for shape in shapes() {
             for level in levels().into_iter().chain([Level::Reference]) {
-                let arena = arena(shape, Dtype::F32);
+                let arena = arena(shape, KvFormat::F32);
                 let attend =
                     || run(level, 2, &arena, shape, NonZeroUsize::new(20), &[(0, last, 1)]);
                 run(level, 2, &arena, shape, None, &[(0, 0, last)]);
@@ -490,8 +586,9 @@ mod tests {
     fn a_window_as_long_as_the_sequence_has_no_effect() {
         for shape in shapes() {
             for level in levels().into_iter().chain([Level::Reference]) {
-                let attend =
-                    |window| run(level, 2, &arena(shape, Dtype::F32), shape, window, &[(0, 0, 53)]);
+                let attend = |window| {
+                    run(level, 2, &arena(shape, KvFormat::F32), shape, window, &[(0, 0, 53)])
+                };
                 assert_eq!(bits(&attend(NonZeroUsize::new(53))), bits(&attend(None)));
                 assert_ne!(bits(&attend(NonZeroUsize::new(52))), bits(&attend(None)));
             }
@@ -505,7 +602,7 @@ mod tests {
         fn result_does_not_depend_on_chunks_and_neighbours(
             cuts in prop::collection::vec(prop_oneof![4 => 1_u32..40, 1 => 1_u32..300], 1..8),
             shape in prop::sample::select(shapes().to_vec()),
-            is_bf16 in any::<bool>(),
+            format in prop::sample::select(vec![KvFormat::F32, KvFormat::Bf16, KvFormat::Fp8]),
             threads in 1_usize..4,
             window in prop_oneof![0_usize..70, 0_usize..400],
             has_sinks in any::<bool>(),
@@ -513,7 +610,6 @@ mod tests {
             let sinks = sinks(shape);
             let sinks = has_sinks.then_some(&*sinks);
             let window = NonZeroUsize::new(window);
-            let dtype = if is_bf16 { Dtype::Bf16 } else { Dtype::F32 };
             let mut ends: Vec<u32> = Vec::new();
             for cut in cuts {
                 ends.push((ends.last().unwrap_or(&0) + cut).min(600));
@@ -524,8 +620,8 @@ mod tests {
                 let run = |arena: &Arc<KvArena>, pieces: &[(u32, u32, u32)]| {
                     run_with(level, threads, arena, (shape, window, sinks), pieces).1
                 };
-                let whole = run(&arena(shape, dtype), &[(0, 0, length)]);
-                let (chunked, mut got, mut first) = (arena(shape, dtype), Vec::new(), 0);
+                let whole = run(&arena(shape, format), &[(0, 0, length)]);
+                let (chunked, mut got, mut first) = (arena(shape, format), Vec::new(), 0);
                 for &end in &ends {
                     // Neighbours before and after the sequence start from position 0 in
                     // every step.

@@ -11,7 +11,8 @@ use super::{
 use crate::{
     arena::Element,
     backend::HeadShape,
-    layout::{BLOCK_TOKENS, Dtype, KvHalf},
+    kv_fp8,
+    layout::{BLOCK_TOKENS, KvFormat, KvHalf},
 };
 
 /// Cosines and sines of every row's angles, `[rows][frequencies]` each. All layers of a step share
@@ -60,27 +61,37 @@ pub(crate) fn rope_store_kv(
 ) {
     let known = step.rotation.take().filter(|known| *known.frequencies == *frequencies);
     let rotation = known.unwrap_or_else(|| Rotation::new(&step.positions, frequencies));
-    match step.layout().dtype {
-        Dtype::F32 => all_rows::<f32>(level, pool, layer, shape, &rotation, qkv, step),
-        Dtype::Bf16 => all_rows::<bf16>(level, pool, layer, shape, &rotation, qkv, step),
+    match step.layout().format {
+        KvFormat::F32 => all_rows::<f32>(level, pool, layer, shape, &rotation, qkv, step),
+        KvFormat::Bf16 => all_rows::<bf16>(level, pool, layer, shape, &rotation, qkv, step),
+        KvFormat::Fp8 => all_rows::<u8>(level, pool, layer, shape, &rotation, qkv, step),
     }
     step.rotation = Some(rotation);
 }
 
 /// KV element type and its conversion from rows of f32.
 trait StoredElement: Element {
-    fn store(level: Level, values: &[f32], to: &mut [Self]);
+    /// Writes the elements of one token of a head. Returns their scale, if the format has scales.
+    fn store(level: Level, values: &[f32], to: &mut [Self]) -> Option<u8>;
 }
 
 impl StoredElement for f32 {
-    fn store(_level: Level, values: &[f32], to: &mut [f32]) {
+    fn store(_level: Level, values: &[f32], to: &mut [f32]) -> Option<u8> {
         to.copy_from_slice(values);
+        None
     }
 }
 
 impl StoredElement for bf16 {
-    fn store(level: Level, values: &[f32], to: &mut [bf16]) {
+    fn store(level: Level, values: &[f32], to: &mut [bf16]) -> Option<u8> {
         round(level, values, to);
+        None
+    }
+}
+
+impl StoredElement for u8 {
+    fn store(_level: Level, values: &[f32], to: &mut [u8]) -> Option<u8> {
+        Some(kv_fp8::quantize(values, to))
     }
 }
 
@@ -152,7 +163,10 @@ fn store_row<T: StoredElement>(
             // its blocks. Two rows never have the same block and token: a written block belongs to
             // one sequence (the block was acquired once), and the positions of a sequence differ.
             let to = unsafe { step.access.token_mut(block, layer, half, head, token) };
-            T::store(level, data, to);
+            if let Some(scale) = T::store(level, data, to) {
+                // SAFETY: as for the elements.
+                unsafe { step.access.set_scale(block, layer, half, head, (token, scale)) };
+            }
         }
     }
 }
@@ -200,8 +214,8 @@ mod tests {
         CpuStep::new(arena, &[sequence]).unwrap()
     }
 
-    fn arena(dtype: Dtype) -> Arc<KvArena> {
-        let layout = KvLayout { layer_count: 3, kv_head_count: 2, head_dim: 10, dtype };
+    fn arena(format: KvFormat) -> Arc<KvArena> {
+        let layout = KvLayout { layer_count: 3, kv_head_count: 2, head_dim: 10, format };
         KvArena::host(layout, 20).unwrap()
     }
 
@@ -220,7 +234,7 @@ mod tests {
         let before = numbers(1, rows * SHAPE.qkv_width());
         let rotated = 6 * 10;
         for pairs in [5, 3, 1] {
-            let after = run(Level::Reference, &arena(Dtype::F32), pairs, first, rows);
+            let after = run(Level::Reference, &arena(KvFormat::F32), pairs, first, rows);
             let frequencies = numbers(2, pairs);
             for row in 0..rows {
                 let at = row * SHAPE.qkv_width();
@@ -249,7 +263,7 @@ mod tests {
     #[test]
     fn keys_and_values_are_stored_at_their_positions_and_nowhere_else() {
         let (first, rows) = (37, 30);
-        let arena = arena(Dtype::F32);
+        let arena = arena(KvFormat::F32);
         let qkv = run(Level::Reference, &arena, 5, first, rows);
         let step = step(&arena, first, rows);
         let mut stored = 0;
@@ -278,12 +292,12 @@ mod tests {
 
     #[test]
     fn every_level_stores_the_same_bytes() {
-        for dtype in [Dtype::F32, Dtype::Bf16] {
+        for format in [KvFormat::F32, KvFormat::Bf16, KvFormat::Fp8] {
             for (pairs, first, rows) in [(5, 0, 1), (5, 15, 2), (5, 3, 150), (2, 3, 150)] {
-                let reference = arena(dtype);
+                let reference = arena(format);
                 let want = run(Level::Reference, &reference, pairs, first, rows);
                 for level in levels() {
-                    let arena = arena(dtype);
+                    let arena = arena(format);
                     let got = run(level, &arena, pairs, first, rows);
                     assert_eq!(bits(&got), bits(&want), "{}", level.name());
                     for id in 0..20 {
@@ -298,7 +312,7 @@ mod tests {
 
     #[test]
     fn rotation_cache_is_keyed_by_frequencies() {
-        let arena = arena(Dtype::F32);
+        let arena = arena(KvFormat::F32);
         let mut pool = ThreadPool::new(1, "test").unwrap();
         let mut step = step(&arena, 5, 1);
         let mut rotate_with = |frequencies: &[f32]| {

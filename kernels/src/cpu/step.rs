@@ -201,10 +201,11 @@ fn checked_table<'a>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layout::Dtype;
+    use crate::layout::KvFormat;
 
     fn arena() -> Arc<KvArena> {
-        let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 4, dtype: Dtype::F32 };
+        let layout =
+            KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 4, format: KvFormat::F32 };
         KvArena::host(layout, 8).unwrap()
     }
 

@@ -3,20 +3,23 @@
 //! FlashInfer needs a plan per step and attention shape: the host computes how CTAs share the work
 //! and copies the plan to the device. Baton's decode attention and plain kernel need no plan of the
 //! host.
+//!
+//! Only Baton's decode attention reads KV in FP8. For a step with prompts, the KV of the prompts'
+//! sequences is converted to bf16, layer by layer.
 
-use std::{ffi::c_void, sync::Arc};
+use std::{ffi::c_void, ops::Range as Span, sync::Arc};
 
 use super::{
     context::{Compute, Context, Event, Stream},
     error::CudaError,
-    ffi::{self, dtype_code, window_code},
+    ffi::{self, kv_format_code, window_code},
     library::KernelLibrary,
     memory::{ALIGNMENT, DeviceMemory, PinnedMemory, Range},
     step::CudaStep,
 };
 use crate::{
     backend::{HeadShape, LayerAttention},
-    layout::Dtype,
+    layout::{Dtype, KvFormat},
 };
 
 /// Bytes of FlashInfer's float workspace, for partial results of split sequences. FlashInfer
@@ -36,11 +39,11 @@ const PLANS_ALLOWED: &str = "at most 4";
 /// larger step that verifies draft tokens uses the plain kernel.
 const DECODE_ROWS_MAX: usize = 1024;
 /// Maximum query heads per KV head of Baton's decode attention.
-const DECODE_GROUP_MAX: usize = 8;
+const DECODE_GROUP_MAX: usize = 16;
 /// Maximum KV heads of Baton's decode attention.
 const DECODE_KV_HEADS_MAX: usize = 128;
 /// Head dimensions of Baton's decode attention.
-const DECODE_HEAD_DIMS: [usize; 2] = [64, 128];
+const DECODE_HEAD_DIMS: [usize; 3] = [64, 128, 256];
 
 /// Choice of the attention kernel. Steps in f32 always use the plain kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,6 +58,11 @@ pub enum AttentionKind {
     /// Baton's plain kernel, which supports every shape. It is batch-invariant: the result of a row
     /// depends neither on the batch nor on the chunks of a prefill.
     Plain,
+}
+
+/// Returns whether attention of these heads can read KV in FP8.
+pub fn supports_fp8_kv(kind: AttentionKind, heads: HeadShape) -> bool {
+    kind == AttentionKind::Auto && DecodeAttention::supports(heads, KvFormat::Fp8)
 }
 
 /// Operands of one layer's attention.
@@ -151,20 +159,19 @@ impl Attention {
 
     /// Returns whether a CUDA graph can capture the attention of a decode step: only kernels
     /// without a plan of the host can be replayed with other sequence lengths.
-    pub(super) fn can_be_captured(&self, heads: HeadShape, dtype: Dtype) -> bool {
-        match self.kind_of(dtype) {
-            AttentionKind::Auto => DecodeAttention::supports(heads, dtype),
+    pub(super) fn can_be_captured(&self, heads: HeadShape, format: KvFormat) -> bool {
+        match self.kind_of(format) {
+            AttentionKind::Auto => DecodeAttention::supports(heads, format),
             AttentionKind::Plain => true,
             AttentionKind::Flash => false,
         }
     }
 
-    /// Returns the choice of the kernel for a type of keys and values. Only the plain kernel
-    /// supports f32.
-    fn kind_of(&self, dtype: Dtype) -> AttentionKind {
-        match dtype {
-            Dtype::F32 => AttentionKind::Plain,
-            Dtype::Bf16 => self.kind,
+    /// Returns the choice of the kernel for a format of KV. Only the plain kernel supports f32.
+    fn kind_of(&self, format: KvFormat) -> AttentionKind {
+        match format {
+            KvFormat::F32 => AttentionKind::Plain,
+            KvFormat::Bf16 | KvFormat::Fp8 => self.kind,
         }
     }
 
@@ -177,23 +184,99 @@ impl Attention {
         attention: LayerAttention,
         addresses: AttentionAddresses,
     ) -> Result<(), CudaError> {
-        let LayerAttention { layer, heads, scale, window } = attention;
+        if step.kv_layout().format == KvFormat::Fp8 {
+            return self.run_fp8(library, stream, step, attention, addresses);
+        }
+        let whole = 0..step.sequences();
         if let Some(decode) = &self.decode
             && (step.is_decode() || step.verified() > 0)
             && step.rows() <= DECODE_ROWS_MAX
-            && DecodeAttention::supports(heads, step.kv_layout().dtype)
+            && DecodeAttention::supports(attention.heads, step.kv_layout().format)
         {
-            return decode.run(library, stream, step, attention, addresses);
+            let rows = (whole, step.verified());
+            return decode.run(library, stream, step, rows, attention, addresses);
         }
+        let layer = step.layer_in_block(attention.layer);
+        let pages = step.layer_arrays(attention.layer).page_indices;
+        let kv = (step.kv(), layer, pages);
+        self.run_planned(library, stream, step, (whole.end, kv), attention, addresses)
+    }
+
+    /// Launches the attention of one layer whose KV is in FP8. The KV of the prompts at the front of
+    /// the step is converted as far as the memory for it suffices, which it does unless several
+    /// prompts have long cached prefixes. Decode attention serves all other sequences.
+    fn run_fp8(
+        &mut self,
+        library: &KernelLibrary,
+        stream: &Stream<Compute>,
+        step: &CudaStep,
+        attention: LayerAttention,
+        addresses: AttentionAddresses,
+    ) -> Result<(), CudaError> {
+        let memory = step.dequantized().expect("a batch with KV in FP8 has memory for bf16");
+        let fits = |count: usize| {
+            step.rows_of(count - 1..count).len() > 1
+                && step.pages_of_first(count) <= memory.kv.block_count as usize
+        };
+        let prompts = match step.verified() {
+            0 => (1..=step.sequences()).take_while(|count| fits(*count)).count(),
+            _ => 0,
+        };
+        if prompts > 0 {
+            let layer = step.layer_in_block(attention.layer) as i32;
+            let pages = step.layer_arrays(attention.layer).page_indices;
+            let count = step.pages_of_first(prompts) as i32;
+            // SAFETY: the step's pages are blocks of the arena, and as many fit into the memory.
+            unsafe {
+                launch!(
+                    library,
+                    stream,
+                    baton_dequantize_kv(step.kv(), layer, pages, count, memory.kv.base)
+                )
+            }?;
+            let kv = (&memory.kv, 0, memory.pages);
+            self.run_planned(library, stream, step, (prompts, kv), attention, addresses)?;
+        }
+        let decode = self.decode.as_ref().expect("FP8 was checked when the model was loaded");
+        let run = |sequences: Span<usize>, tokens: usize| {
+            decode.run(library, stream, step, (sequences, tokens), attention, addresses)
+        };
+        let mut first = prompts;
+        while first < step.sequences() {
+            let tokens = step.rows_of(first..first + 1).len();
+            let alike = |next: &usize| step.rows_of(*next..next + 1).len() == tokens;
+            let most = (DECODE_ROWS_MAX / tokens).max(1);
+            let count = (first..step.sequences()).take(most).take_while(alike).count();
+            run(first..first + count, tokens)?;
+            first += count;
+        }
+        Ok(())
+    }
+
+    /// Launches the attention of the first `sequences` sequences by a kernel with a plan. `kv`: the
+    /// blocks, the index of the layer in a block, and the list of the step's pages.
+    fn run_planned(
+        &mut self,
+        library: &KernelLibrary,
+        stream: &Stream<Compute>,
+        step: &CudaStep,
+        (sequences, (kv, layer, page_indices)): (usize, (&ffi::Kv, usize, ffi::Address)),
+        attention: LayerAttention,
+        addresses: AttentionAddresses,
+    ) -> Result<(), CudaError> {
+        let LayerAttention { heads, scale, window, .. } = attention;
         let shape = ffi::AttentionShape {
             query_heads: heads.query_heads as i32,
             kv_heads: heads.kv_heads as i32,
             head_dim: heads.head_dim as i32,
-            dtype: dtype_code(step.kv_layout().dtype),
+            dtype: kv.dtype,
             window: window_code(window),
             scale,
         };
-        let index = self.plan_index(library, stream, step, shape)?;
+        let batch = step.host_batch(sequences);
+        let rows = batch.rows;
+        let index = self.plan_index(library, stream, step, (shape, batch))?;
+        let shape = self.plans[index].shape;
         let planned = &self.plans[index];
         let workspace = self.workspace(planned.buffer);
         let AttentionAddresses { queries, query_stride, sinks, out } = addresses;
@@ -207,15 +290,15 @@ impl Attention {
                     &planned.plan,
                     &shape,
                     &workspace,
-                    step.kv(),
-                    step.layer_in_block(layer) as i32,
+                    kv,
+                    layer as i32,
                     queries,
                     query_stride as i64,
-                    &step.layer_arrays(layer),
+                    &ffi::StepArrays { page_indices, ..*step.arrays() },
                     sinks,
                     out,
-                    step.sequences() as i32,
-                    step.rows() as i32
+                    sequences as i32,
+                    rows
                 )
             )
         }
@@ -228,7 +311,7 @@ impl Attention {
         library: &KernelLibrary,
         stream: &Stream<Compute>,
         step: &CudaStep,
-        shape: ffi::AttentionShape,
+        (shape, batch): (ffi::AttentionShape, ffi::AttentionBatch),
     ) -> Result<usize, CudaError> {
         if self.serial != step.serial() {
             self.serial = step.serial();
@@ -245,7 +328,7 @@ impl Attention {
             });
         }
         let kind = match step.verified() {
-            0 => self.kind_of(step.kv_layout().dtype),
+            0 => self.kind_of(step.kv_layout().format),
             // FlashInfer's plan needs the sequence lengths. With draft tokens, only the device
             // knows them.
             _ => AttentionKind::Plain,
@@ -269,7 +352,6 @@ impl Attention {
         // SAFETY: the host arrays have an element per sequence, and one more where required;
         // nothing else accesses the pinned buffer until its copy completes.
         unsafe {
-            let batch = step.host_batch();
             launch!(
                 library,
                 stream,
@@ -313,7 +395,7 @@ impl DecodeAttention {
                 sms,
                 DECODE_KV_HEADS_MAX as i32,
                 DECODE_GROUP_MAX as i32,
-                DECODE_HEAD_DIMS[1] as i32,
+                DECODE_HEAD_DIMS[2] as i32,
             )
         };
         let Some(partial) = usize::try_from(partial).ok().filter(|bytes| *bytes > 0) else {
@@ -327,27 +409,33 @@ impl DecodeAttention {
         Ok(Self { partial, counters, sms, dependent_launch })
     }
 
-    /// Returns whether the kernel supports these heads and this type of keys and values.
-    fn supports(heads: HeadShape, dtype: Dtype) -> bool {
-        dtype == Dtype::Bf16
+    /// Returns whether the kernel supports these heads and this format of KV.
+    fn supports(heads: HeadShape, format: KvFormat) -> bool {
+        format != KvFormat::F32
             && DECODE_HEAD_DIMS.contains(&heads.head_dim)
             && heads.kv_heads <= DECODE_KV_HEADS_MAX
             && heads.query_heads / heads.kv_heads <= DECODE_GROUP_MAX
     }
 
+    /// Launches the attention of some sequences, which have `tokens` rows each. 0 stands for 1.
     fn run(
         &self,
         library: &KernelLibrary,
         stream: &Stream<Compute>,
         step: &CudaStep,
+        (sequences, tokens): (Span<usize>, usize),
         attention: LayerAttention,
         AttentionAddresses { queries, query_stride, sinks, out }: AttentionAddresses,
     ) -> Result<(), CudaError> {
         let LayerAttention { layer, heads, scale, window } = attention;
+        let first_row = step.rows_of(sequences.clone()).start as u64;
+        let element = Dtype::Bf16.bytes() as u64;
+        let row = |width: usize| first_row * width as u64 * element;
+        let of_sequence = sequences.start as u64 * size_of::<i32>() as u64;
         let addresses = step.layer_addresses(layer);
         let arrays = step.layer_arrays(layer);
         let args = ffi::DecodeAttentionArgs {
-            q: queries,
+            q: queries + row(query_stride),
             q_stride: query_stride as i64,
             k: addresses.keys,
             v: addresses.values,
@@ -355,15 +443,16 @@ impl DecodeAttention {
             stride_head: addresses.head_stride,
             stride_token: addresses.token_stride,
             pages: arrays.page_indices,
-            page_indptr: arrays.page_indptr,
-            kv_len: arrays.kv_lengths,
-            positions: arrays.row_positions,
-            out,
+            page_indptr: arrays.page_indptr + of_sequence,
+            kv_len: arrays.kv_lengths + of_sequence,
+            positions: arrays.row_positions + first_row * size_of::<i32>() as u64,
+            out: out + row(heads.query_width()),
             out_stride: heads.query_width() as i64,
             partial: self.partial.address(),
             counters: self.counters.address(),
-            rows: step.sequences() as i32,
-            tokens: step.verified() as i32,
+            rows: sequences.len() as i32,
+            tokens: tokens as i32,
+            kv_dtype: kv_format_code(step.kv_layout().format),
             kv_heads: heads.kv_heads as i32,
             group: (heads.query_heads / heads.kv_heads) as i32,
             head_dim: heads.head_dim as i32,

@@ -39,7 +39,7 @@ use crate::{
         Backend, ExpertShape, ExpertWeights, GatedActivation, HeadShape, HeadWeights,
         LayerAttention, LowRankShape, NormSpan, RowSource,
     },
-    layout::{Dtype, KvLayout, WeightFormat},
+    layout::{Dtype, KvFormat, KvLayout, WeightFormat},
     shard::Shard,
 };
 
@@ -48,6 +48,7 @@ use crate::{
 pub struct CudaOptions {
     /// Format of weights and activations; accumulators and the residual stream are f32.
     pub weights: WeightFormat,
+    pub kv: KvFormat,
     pub attention: AttentionKind,
     /// Whether GEMMs of few rows run on Baton's kernels, which fuse the neighbouring operations,
     /// and not on cuBLASLt.
@@ -69,6 +70,7 @@ impl CudaOptions {
     pub fn new(weights: WeightFormat) -> Self {
         Self {
             weights,
+            kv: weights.kv_format(),
             attention: AttentionKind::Auto,
             fused: true,
             graphs: true,
@@ -281,7 +283,7 @@ impl CudaBackend {
     /// Returns whether a decode step can be [captured](Self::capture): attention of these heads
     /// plans nothing on the host.
     pub fn can_capture(&self, heads: HeadShape) -> bool {
-        self.attention.can_be_captured(heads, self.dtype)
+        self.attention.can_be_captured(heads, self.options.kv)
     }
 
     /// Captures a forward pass as a CUDA graph. The forward pass must have run once before.
@@ -903,7 +905,7 @@ impl CudaBackend {
             layout.kv_head_count == shape.kv_heads && layout.head_dim == shape.head_dim,
             "the KV layout ({layout}) differs from the layer's heads {shape:?}"
         );
-        assert_eq!(qkv.dtype, layout.dtype, "types of activations and KV differ");
+        assert_eq!(self.options.kv, layout.format, "the KV blocks have the backend's format");
     }
 }
 

@@ -38,7 +38,10 @@ use super::{
     step::CudaStep,
     stream_delays::StreamDelays,
 };
-use crate::{layout::KvGroups, sampling::TokenMask};
+use crate::{
+    layout::{KvGroups, KvLayout},
+    sampling::TokenMask,
+};
 
 /// Input of a step.
 #[derive(Clone, Copy, Debug)]
@@ -139,18 +142,20 @@ impl DeviceBatch {
                 allowed: "up to 4,096",
             });
         }
-        let sizes = BatchArraySizes::of(&limits, &groups);
+        let shape = (layout, &groups);
+        let sizes = BatchArraySizes::of(&limits, shape);
         let (plan_words, input_words, samples) =
             (plan_words(&limits), input_words(&limits), limits.samples as usize);
-        let memory =
-            DeviceMemory::new(context, "the batch", Self::bytes(backend, &limits, &groups))?;
-        let (ranges, devices, sampler, pooled) = lay_out(&memory, backend, &limits, &groups)?;
+        let memory = DeviceMemory::new(context, "the batch", Self::bytes(backend, &limits, shape))?;
+        let (ranges, devices, sampler, pooled) = lay_out(&memory, backend, &limits, shape)?;
         let up = Stream::new(context)?;
         for range in &ranges {
             range.fill(0, &up)?;
         }
         sampler.clear(&up)?;
         up.synchronize()?;
+        let pages: Vec<i32> = (0..sizes.dequantized_pages() as i32).collect();
+        ranges[BatchArraySizes::DEQUANTIZED_PAGES].write(0, &pages)?;
         let mut inputs = VecDeque::new();
         for device in devices {
             inputs.push_back(UploadBuffer {
@@ -196,9 +201,13 @@ impl DeviceBatch {
     }
 
     /// Returns the GPU memory in bytes that these limits and KV groups need.
-    pub fn bytes(backend: &CudaBackend, limits: &BatchLimits, groups: &KvGroups) -> usize {
+    pub fn bytes(
+        backend: &CudaBackend,
+        limits: &BatchLimits,
+        shape: (KvLayout, &KvGroups),
+    ) -> usize {
         let counting = DeviceMemory::counting("the batch");
-        lay_out(&counting, backend, limits, groups).expect("counting cannot fail");
+        lay_out(&counting, backend, limits, shape).expect("counting cannot fail");
         counting.used_bytes()
     }
 

@@ -34,7 +34,18 @@ pub(super) struct BatchMemory {
     pub groups: KvGroups,
     /// KV group of each layer, and index of the layer in the group's blocks.
     pub places: Vec<(usize, usize)>,
+    /// Only if the blocks are in FP8.
+    pub dequantized: Option<DequantizedKv>,
     pub _ranges: Vec<Range>,
+}
+
+/// Memory for the KV of one layer in bf16, which attention of prompts reads instead of FP8 blocks.
+#[derive(Debug)]
+pub(super) struct DequantizedKv {
+    /// Blocks of one layer: block i is page i of a step.
+    pub kv: ffi::Kv,
+    /// Array `[blocks]` of the blocks' indices: a list of pages.
+    pub pages: ffi::Address,
 }
 
 impl BatchMemory {

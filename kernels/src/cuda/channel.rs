@@ -362,11 +362,12 @@ impl PeerChannels for NcclChannels {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layout::Dtype;
+    use crate::layout::KvFormat;
 
     #[test]
     fn pairs_cover_every_kv_head_exactly_once() {
-        let layout = KvLayout { layer_count: 3, kv_head_count: 8, head_dim: 2, dtype: Dtype::Bf16 };
+        let layout =
+            KvLayout { layer_count: 3, kv_head_count: 8, head_dim: 2, format: KvFormat::Bf16 };
         let block_bytes = layout.block_bytes();
         let of = |from, to| -> Vec<(usize, usize)> {
             pairs(layout, from, to).iter().map(|pair| (pair.from.0, pair.to.0)).collect()

@@ -10,10 +10,10 @@ use std::{
 
 use cudarc::driver::sys::CUdeviceptr;
 
-use crate::layout::{Dtype, GROUPS_MAX};
+use crate::layout::{Dtype, GROUPS_MAX, KvFormat};
 
 /// `BATON_ABI_VERSION`.
-pub(super) const ABI_VERSION: i32 = 14;
+pub(super) const ABI_VERSION: i32 = 15;
 /// `BATON_INVALID`.
 pub(super) const INVALID: i32 = 1;
 /// `BATON_UNSUPPORTED`.
@@ -35,6 +35,14 @@ pub(super) fn dtype_code(dtype: Dtype) -> i32 {
     match dtype {
         Dtype::F32 => 0,
         Dtype::Bf16 => 1,
+    }
+}
+
+pub(super) fn kv_format_code(format: KvFormat) -> i32 {
+    match format {
+        KvFormat::F32 => dtype_code(Dtype::F32),
+        KvFormat::Bf16 => dtype_code(Dtype::Bf16),
+        KvFormat::Fp8 => 2,
     }
 }
 
@@ -406,7 +414,7 @@ structs! {
         pub sms: i32,
         pub pdl: i32,
         pub tokens: i32,
-        pub reserved: i32,
+        pub kv_dtype: i32,
         pub positions: Address,
         pub sinks: Address,
     }
@@ -585,6 +593,7 @@ functions! {
     baton_activate: fn(i32, i32, Address, Address, i32, i32, RawStream) -> i32;
     baton_gather_rows: fn(i32, Address, Address, Address, i32, i32, RawStream) -> i32;
     baton_rope_store_kv: fn(*const Kv, *const RopeArgs, RawStream) -> i32;
+    baton_dequantize_kv: fn(*const Kv, i32, Address, i32, Address, RawStream) -> i32;
     baton_step_prepare:
         fn(*const SlotPool, Address, *const StepArrays, i32, i32, i32, i32, RawStream) -> i32;
     baton_step_supply: fn(*const SlotPool, Address, *const StepArrays, i32, RawStream) -> i32;

@@ -140,7 +140,7 @@ pub(super) fn shared_heads(
     (from, from_of): (usize, usize),
     (to, to_of): (usize, usize),
 ) -> Option<Strides> {
-    let head_bytes = layout.head_elements() * layout.dtype.bytes();
+    let head_bytes = layout.head_bytes();
     let (from_heads, to_heads) = (layout.kv_head_count / from_of, layout.kv_head_count / to_of);
     let first = (from * from_heads).max(to * to_heads);
     let end = ((from + 1) * from_heads).min((to + 1) * to_heads);
@@ -303,13 +303,14 @@ impl Drop for CudaPull {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layout::Dtype;
+    use crate::layout::KvFormat;
 
     /// Copies as the driver does, row by row.
     #[test]
     fn heads_are_mapped_between_any_two_rank_counts() {
-        let layout = KvLayout { layer_count: 3, kv_head_count: 8, head_dim: 2, dtype: Dtype::Bf16 };
-        let head = layout.head_elements() * layout.dtype.bytes();
+        let layout =
+            KvLayout { layer_count: 3, kv_head_count: 8, head_dim: 2, format: KvFormat::Bf16 };
+        let head = layout.head_bytes();
         // Returns for each byte of a rank's block its head, layer, and keys or values.
         let named = |rank: usize, of: usize| -> Vec<u16> {
             let heads = layout.kv_head_count / of;

@@ -20,6 +20,7 @@ use super::{
 use crate::{
     backend::{HeadShape, HeadWeights},
     layout::Dtype,
+    layout::KvFormat,
 };
 
 /// Minimum weight rows (outputs) per CTA.
@@ -99,8 +100,10 @@ impl CudaBackend {
         let &HeadWeights { frequencies, bias, .. } = weights;
         let (addresses, arrays) = (step.layer_addresses(layer), &step.layer_arrays(layer));
         let epilogue = Epilogue::Heads { shape, bias, frequencies, addresses, arrays };
-        // A tile must not span two heads.
+        // A tile must not span two heads. It has not all elements of a head, so it cannot find the
+        // scale of KV in FP8.
         let is_served = weights.norms.is_none()
+            && step.kv_layout().format != KvFormat::Fp8
             && frequencies.len * 2 == shape.head_dim
             && shape.head_dim.is_multiple_of(TILE_MIN);
         is_served && self.skinny(step.rows(), operands, epilogue, qkv).is_some()

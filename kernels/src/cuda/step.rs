@@ -1,9 +1,13 @@
 //! The rows of one forward pass, prepared on the GPU.
 
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
-use super::{batch_memory::BatchMemory, ffi, plan::StepRows};
-use crate::layout::{BLOCK_TOKENS, KvLayout};
+use super::{
+    batch_memory::{BatchMemory, DequantizedKv},
+    ffi,
+    plan::StepRows,
+};
+use crate::layout::{BLOCK_TOKENS, KvHalf, KvLayout};
 
 /// One forward pass: addresses and sizes of the arrays that its kernels read.
 #[derive(Debug)]
@@ -141,29 +145,40 @@ impl CudaStep {
 
     /// Returns the addresses of a layer's keys and values in the blocks of its KV group.
     pub(super) fn layer_addresses(&self, layer: usize) -> LayerAddresses {
-        let kv = self.kv();
-        let token = i64::from(kv.head_dim);
-        let head = token * BLOCK_TOKENS as i64;
-        let values = head * i64::from(kv.head_count);
-        let element = self.kv_layout().dtype.bytes() as u64;
-        let keys = kv.base + 2 * self.layer_in_block(layer) as u64 * values as u64 * element;
+        let (kv, layout) = (self.kv(), self.kv_layout());
+        let half = |half| kv.base + layout.head_offset(self.layer_in_block(layer), half, 0) as u64;
         LayerAddresses {
-            keys,
-            values: keys + values as u64 * element,
+            keys: half(KvHalf::Key),
+            values: half(KvHalf::Value),
             block_stride: kv.block_elements,
-            head_stride: head,
-            token_stride: token,
+            head_stride: (layout.head_bytes() / layout.format.element_bytes()) as i64,
+            token_stride: i64::from(kv.head_dim),
         }
     }
 
-    /// Returns a struct that points into this value.
-    pub(super) fn host_batch(&self) -> ffi::AttentionBatch {
+    /// Returns the rows of some consecutive sequences.
+    pub(super) fn rows_of(&self, sequences: Range<usize>) -> Range<usize> {
+        self.row_indptr[sequences.start] as usize..self.row_indptr[sequences.end] as usize
+    }
+
+    /// Returns the number of KV pages of the first sequences.
+    pub(super) fn pages_of_first(&self, sequences: usize) -> usize {
+        self.page_indptr[sequences] as usize
+    }
+
+    /// Returns the memory for KV in bf16, if the blocks are in FP8.
+    pub(super) fn dequantized(&self) -> Option<&DequantizedKv> {
+        self.memory.dequantized.as_ref()
+    }
+
+    /// Returns a struct that points into this value, for the first sequences.
+    pub(super) fn host_batch(&self, sequences: usize) -> ffi::AttentionBatch {
         ffi::AttentionBatch {
             row_indptr_host: self.row_indptr.as_ptr(),
             page_indptr_host: self.page_indptr.as_ptr(),
             kv_lengths_host: self.kv_lengths.as_ptr(),
-            sequences: self.sequences() as i32,
-            rows: self.rows as i32,
+            sequences: sequences as i32,
+            rows: self.row_indptr[sequences],
         }
     }
 }

@@ -158,7 +158,7 @@ impl DeviceKv {
 
 /// Returns the bytes of these heads in blocks of `layout`.
 fn rows_of_heads(layout: KvLayout, heads: Indices<usize>) -> BlockRows {
-    let head_bytes = layout.head_elements() * layout.dtype.bytes();
+    let head_bytes = layout.head_bytes();
     BlockRows {
         pitch: layout.kv_head_count * head_bytes,
         first: heads.start * head_bytes,

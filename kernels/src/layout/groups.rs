@@ -177,10 +177,10 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::layout::Dtype;
+    use crate::layout::KvFormat;
 
     const WHOLE: KvLayout =
-        KvLayout { layer_count: 24, kv_head_count: 8, head_dim: 64, dtype: Dtype::Bf16 };
+        KvLayout { layer_count: 24, kv_head_count: 8, head_dim: 64, format: KvFormat::Bf16 };
 
     fn windows(tokens: &[usize]) -> Vec<Option<NonZeroUsize>> {
         tokens.iter().copied().map(NonZeroUsize::new).collect()

@@ -246,7 +246,7 @@ fn start(
             uniform: false,
         }),
     };
-    let layout = config.block_layout(args.dtype.kv_dtype());
+    let layout = config.block_layout(args.dtype.kv_format());
     let seeds =
         CacheSeeds { model_fingerprint: checkpoint.model_fingerprint()?, weight_version: 0 };
     let executor: Box<dyn Executor> = if args.device == "cuda" {

@@ -25,7 +25,7 @@ use std::{
 use anyhow::{Context as _, Result, bail, ensure};
 use clap::{Args, ValueEnum};
 use kernels::{
-    BLOCK_TOKENS, BlockId, Dtype, KvArena, KvLayout,
+    BLOCK_TOKENS, BlockId, KvArena, KvFormat, KvLayout,
     cuda::{
         Context, CopySubmission, DeviceKv, Driver, KernelLibrary, LinkRate, pull_rate,
         set_nccl_environment,
@@ -201,7 +201,7 @@ fn check(args: &TransferArgs) -> Result<()> {
 /// Returns a layout with blocks of the requested size.
 fn layout(args: &TransferArgs) -> KvLayout {
     let layer_count = args.block_kib as usize / 4;
-    KvLayout { layer_count, kv_head_count: 1, head_dim: 64, dtype: Dtype::Bf16 }
+    KvLayout { layer_count, kv_head_count: 1, head_dim: 64, format: KvFormat::Bf16 }
 }
 
 /// Returns the blocks of all concurrent transfers.
@@ -303,7 +303,7 @@ impl TransferNode {
                 weight_version: 1,
                 kv_layout: arena.layout().to_string(),
                 block_size: BLOCK_TOKENS as u32,
-                dtype: arena.layout().dtype.to_string(),
+                dtype: arena.layout().format.to_string(),
                 tp: 1,
                 protocol_min: control::PROTOCOL_MIN,
                 protocol_max: control::PROTOCOL_MAX,

@@ -13,7 +13,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 use engine::defaults::{self, DerivedSetting, ModelSizes, NodeDevice, NodeTraits, SetValues};
 use kernels::{
-    WeightFormat,
+    KvFormat, WeightFormat,
     cuda::{
         Context, CopySubmission, CudaError, Device, Driver, KernelLibrary, Link as Way, LinkRate,
         has_cublaslt, has_nccl, pull_rate,
@@ -25,7 +25,7 @@ use self::{
     model::{ModelReport, OpenedModel},
     pairs::PairReport,
 };
-use crate::bench::engine::parse_dtype;
+use crate::bench::engine::{parse_dtype, parse_kv_dtype};
 
 #[derive(Args, Clone)]
 pub struct KernelsArg {
@@ -52,6 +52,9 @@ pub struct DoctorArgs {
     /// Number format of the model's weights: f32, bf16, q8 (CPUs) or fp8 (GPUs).
     #[arg(long, value_parser = parse_dtype, default_value = "bf16", env = "BATON_MODEL_DTYPE")]
     dtype: WeightFormat,
+    /// Number format of KV for `--model`: bf16 or fp8 [default: f32 with --dtype f32, else bf16].
+    #[arg(long, value_parser = parse_kv_dtype, env = "BATON_MODEL_KV_DTYPE")]
+    kv_dtype: Option<KvFormat>,
     /// Addresses of the metrics of running nodes, such as 10.0.0.1:9090: reports the transport and
     /// the measured rate of KV for each pair of nodes.
     #[arg(long, value_name = "HOST:PORT", value_delimiter = ',')]
@@ -63,7 +66,12 @@ pub struct DoctorArgs {
 
 /// Prints the report. A machine without a GPU is not a fault, because the CPU can serve.
 pub fn run(args: DoctorArgs) -> Result<()> {
-    let model = args.model.map(|path| OpenedModel::open(&path, args.dtype)).transpose()?;
+    let model = args
+        .model
+        .map(|path| {
+            OpenedModel::open(&path, (args.dtype, args.kv_dtype.unwrap_or(args.dtype.kv_format())))
+        })
+        .transpose()?;
     let mut report = DoctorReport::of_this_machine(args.kernels.path(), model);
     for node in &args.nodes {
         match pairs::of_node(node) {

@@ -6,7 +6,7 @@ use crate::{
     error::{ConfigError, Problem, Source},
     load::{Config, all_settings},
     schema::{ADAPTER_SLOTS_MAX, Cluster, Model, Node, Transfer},
-    types::{ModelPath, Pair, ReasoningFormatName, Secret, ToolFormatName},
+    types::{Dtype, KvDtype, ModelPath, Pair, ReasoningFormatName, Secret, ToolFormatName},
     value::Value,
 };
 
@@ -19,6 +19,7 @@ impl Config {
         self.check_limits(&mut conflicts);
         self.check_cpus(&mut conflicts);
         self.check_models(&mut conflicts);
+        self.check_kv_dtype(&mut conflicts);
         self.check_admin(&mut conflicts);
         self.check_tls(&mut conflicts);
         self.check_transfer(&mut conflicts);
@@ -72,6 +73,17 @@ impl Config {
     /// Returns the key with the source of its value.
     fn at(&self, key: &str) -> String {
         format!("{key} ({})", self.source_of(key))
+    }
+
+    fn check_kv_dtype(&self, conflicts: &mut Vec<String>) {
+        let Model { dtype, kv_dtype, .. } = self.model;
+        if dtype == Dtype::F32 && kv_dtype != KvDtype::Auto {
+            conflicts.push(format!(
+                "{} = {kv_dtype} with {} = f32: KV has the format of the activations; expected auto",
+                self.at("model.kv_dtype"),
+                self.at("model.dtype"),
+            ));
+        }
     }
 
     fn check_limits(&mut self, conflicts: &mut Vec<String>) {

@@ -49,7 +49,7 @@ pub use schema::{Cluster, Model, Node, Router, Telemetry, Tier, Transfer, Weight
 pub use section::Setting;
 pub use types::{
     Auto, ByteSize, CpuList, Device, Disaggregate, Dtype, EtcdPrefix, GrpcUrl, HubModel, Isa,
-    LoadFormat, LogFormat, ModelPath, NodePolicy, NodeUrl, Origin, Pair, Password,
+    KvDtype, LoadFormat, LogFormat, ModelPath, NodePolicy, NodeUrl, Origin, Pair, Password,
     ReasoningFormatName, Roles, Secret, ServerUrl, SpecialTokensInContent, Speculate,
     TierAdmission, ToolFormatName, Transport, WeightPlace, format_duration, parse_duration,
     parts_of,

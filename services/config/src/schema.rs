@@ -9,7 +9,7 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 use crate::{
     section::section,
     types::{
-        Auto, ByteSize, CpuList, Device, Disaggregate, Dtype, EtcdPrefix, Isa, LoadFormat,
+        Auto, ByteSize, CpuList, Device, Disaggregate, Dtype, EtcdPrefix, Isa, KvDtype, LoadFormat,
         LogFormat, ModelPath, NodePolicy, NodeUrl, Origin, Pair, Password, ReasoningFormatName,
         Roles, Secret, ServerUrl, SpecialTokensInContent, Speculate, TierAdmission, ToolFormatName,
         Transport, WeightPlace,
@@ -41,11 +41,16 @@ section! {
         /// Name of the model in client requests.
         name: Option<String> = None,
             "Unset means the name of the file or folder without .gguf, and ORG/NAME for a model of the hub.";
-        /// Number format of weights, activations and KV; with q8 and fp8 the KV is bf16. fp8 keeps
-        /// the matrices of layers in FP8 (e4m3) with a scale for each row, on GPUs from Hopper on;
-        /// a CPU computes it in bf16.
+        /// Number format of weights and activations. fp8 keeps the matrices of layers in FP8 (e4m3)
+        /// with a scale for each row, on GPUs from Hopper on; a CPU computes it in bf16.
         dtype: Dtype = Dtype::Bf16,
             "bf16 needs half the memory and bandwidth of f32; q8 (CPUs) and fp8 (GPUs) halve the weights again with larger rounding errors; f32 is for exact comparisons.";
+        /// Number format of KV. auto is f32 with dtype = f32 and bf16 otherwise. fp8 (e4m3 with a
+        /// scale for each token and head) holds nearly twice the tokens of bf16 in the same memory,
+        /// and halves the KV that a transfer sends and attention reads. Prefill and decode nodes
+        /// need equal values.
+        kv_dtype: KvDtype = KvDtype::Auto,
+            "bf16 is the format of the models' training; fp8 has larger rounding errors.";
         /// Source of the weights: auto loads the files at model.path, dummy generates seeded random
         /// weights from config.json alone.
         load_format: LoadFormat = LoadFormat::Auto,

@@ -16,7 +16,7 @@ mod url;
 pub use auto::Auto;
 pub use byte_size::ByteSize;
 pub use choice::{
-    Device, Disaggregate, Dtype, Isa, LoadFormat, LogFormat, NodePolicy, Roles,
+    Device, Disaggregate, Dtype, Isa, KvDtype, LoadFormat, LogFormat, NodePolicy, Roles,
     SpecialTokensInContent, Speculate, TierAdmission, Transport, WeightPlace,
 };
 pub use cpu_list::CpuList;

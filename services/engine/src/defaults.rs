@@ -6,7 +6,7 @@
 
 use std::{fmt, time::Duration};
 
-use kernels::{BLOCK_TOKENS, Shard, WeightFormat, mxfp4};
+use kernels::{BLOCK_TOKENS, KvFormat, Shard, WeightFormat, mxfp4};
 use model::ModelConfig;
 use serde::Serialize;
 
@@ -73,8 +73,12 @@ pub struct ModelSizes {
 impl ModelSizes {
     /// Returns the sizes of a rank's shard. If the checkpoint has experts in MXFP4, GPUs keep them
     /// so; CPUs convert all matrices to `weights`.
-    pub fn of(config: &ModelConfig, shard: Shard, weights: WeightFormat, is_gpu: bool) -> Self {
-        let dtype = weights.kv_dtype();
+    pub fn of(
+        config: &ModelConfig,
+        shard: Shard,
+        (weights, kv): (WeightFormat, KvFormat),
+        is_gpu: bool,
+    ) -> Self {
         let heads = config.head_shape_of(shard);
         // Input, output and attention of a layer, the feed-forward network, and the f32 residual
         // stream.
@@ -90,7 +94,7 @@ impl ModelSizes {
             experts.choice.count * (size + config.hidden_size) + shared
         });
         let width = width + of_experts;
-        let block_bytes = config.kv_layout_of(dtype, shard).block_bytes();
+        let block_bytes = config.kv_layout_of(kv, shard).block_bytes();
         // Embedding and head are not quantized to FP8.
         let tables = if config.tied_output { 1 } else { 2 };
         let tables_bytes = match weights {
@@ -106,7 +110,7 @@ impl ModelSizes {
         let other_bytes = weights.bytes(config.parameter_count_of(shard) - mxfp4_elements);
         Self {
             weights: other_bytes + mxfp4::bytes(mxfp4_elements) + tables_bytes,
-            activations: (width * dtype.bytes() + 4 * config.hidden_size) as u64,
+            activations: (width * weights.dtype().bytes() + 4 * config.hidden_size) as u64,
             kv: (block_bytes / BLOCK_TOKENS) as u64,
         }
     }
@@ -465,8 +469,8 @@ mod tests {
         let config = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(config);
         let checkpoint = Checkpoint::open(config, LoadFormat::Dummy { seed: 1 }).unwrap();
         let of = |is_gpu| {
-            let (config, weights) = (checkpoint.config(), WeightFormat::Bf16);
-            ModelSizes::of(config, Shard::WHOLE, weights, is_gpu).weights
+            let formats = (WeightFormat::Bf16, KvFormat::Bf16);
+            ModelSizes::of(checkpoint.config(), Shard::WHOLE, formats, is_gpu).weights
         };
         // 2 layers of 6 experts, with 3 matrices of 32 x 96 elements each.
         let elements = 2 * 6 * 3 * 32 * 96;

@@ -23,7 +23,7 @@ use engine::{
     plan::{AdmittedRow, RowPlan, Slot, StepPlan},
 };
 use kernels::{
-    BlockId, Dtype, KvArena, WeightFormat,
+    BlockId, KvArena, KvFormat, WeightFormat,
     cpu::{CpuBackend, CpuOptions, Isa},
     sampling::{Sampling, TokenLogprobs},
 };
@@ -277,7 +277,7 @@ fn start(blocks: u32, vocabulary: u32) -> Result<CpuExecutor, CpuExecutorError> 
     let model = tiny_model();
     let options = CpuOptions { weights: WeightFormat::F32, threads: 1, isa: Isa::Auto };
     let backend = CpuBackend::new(options).expect("the options fit this machine");
-    let arena = KvArena::host(model.config().kv_layout(Dtype::F32), 8).expect("memory");
+    let arena = KvArena::host(model.config().kv_layout(KvFormat::F32), 8).expect("memory");
     let limits = limits_of(&model, 2, 16, blocks, 2);
     CpuExecutor::start(
         &model,

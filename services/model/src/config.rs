@@ -10,7 +10,7 @@ use std::{num::NonZeroUsize, ops::RangeInclusive, path::Path};
 
 use half::bf16;
 use kernels::{
-    Dtype, KvGroups, KvLayout, Shard,
+    KvFormat, KvGroups, KvLayout, Shard,
     backend::{GatedActivation, HeadShape, NormSpan},
     shard::RANKS_MAX,
 };
@@ -385,24 +385,24 @@ impl ModelConfig {
     }
 
     /// Returns the KV layout of a block with all layers and heads.
-    pub fn kv_layout(&self, dtype: Dtype) -> KvLayout {
+    pub fn kv_layout(&self, format: KvFormat) -> KvLayout {
         KvLayout {
             layer_count: self.layer_count,
             kv_head_count: self.kv_head_count,
             head_dim: self.head_dim,
-            dtype,
+            format,
         }
     }
 
     /// Returns the layout of a block with all heads: the layers of one KV group.
-    pub fn block_layout(&self, dtype: Dtype) -> KvLayout {
-        self.kv_groups().block_layout(self.kv_layout(dtype))
+    pub fn block_layout(&self, format: KvFormat) -> KvLayout {
+        self.kv_groups().block_layout(self.kv_layout(format))
     }
 
     /// Returns the KV layout of a block with all layers and a rank's heads only.
-    pub fn kv_layout_of(&self, dtype: Dtype, shard: Shard) -> KvLayout {
+    pub fn kv_layout_of(&self, format: KvFormat, shard: Shard) -> KvLayout {
         let kv_head_count = shard.part(self.kv_head_count).len();
-        KvLayout { kv_head_count, ..self.kv_layout(dtype) }
+        KvLayout { kv_head_count, ..self.kv_layout(format) }
     }
 
     /// Returns the scale of attention scores, with the factors of queries and keys.
@@ -469,8 +469,8 @@ impl ModelConfig {
 
     /// Returns the bytes of KV that attention reads to decode the last token of a sequence of
     /// `tokens` tokens, including the KV of this token.
-    pub fn kv_read_bytes(&self, tokens: usize, dtype: Dtype) -> u64 {
-        let token_bytes = 2 * self.kv_head_count * self.head_dim * dtype.bytes();
+    pub fn kv_read_bytes(&self, tokens: usize, format: KvFormat) -> u64 {
+        let token_bytes = 2 * self.kv_head_count * format.token_bytes(self.head_dim);
         let seen = |layer| self.window(layer).map_or(tokens, |window| tokens.min(window.get()));
         (0..self.layer_count).map(|layer| (seen(layer) * token_bytes) as u64).sum()
     }

@@ -498,7 +498,7 @@ impl<B: Backend> Transformer<B> {
             "{sampled_rows} sampled rows, at most {}",
             limits.sampled_max
         );
-        assert_eq!(layout, config.kv_layout_of(layout.dtype, *shard));
+        assert_eq!(layout, config.kv_layout_of(layout.format, *shard));
 
         let scale_of_embedding = config.embedding_scale();
         backend.embed(&weights.embedding, config.vocab_size, scale_of_embedding, step, residual);

@@ -203,7 +203,7 @@ fn a_rank_may_keep_its_heads_in_memory_of_its_own() {
                 let group = CpuGroup::new(&region, 0, shard, Duration::from_secs(120));
                 let (checkpoint, tokens) = (&checkpoint, &tokens);
                 scope.spawn(move || {
-                    let layout = config.kv_layout_of(kernels::Dtype::F32, shard);
+                    let layout = config.kv_layout_of(kernels::KvFormat::F32, shard);
                     assert_eq!(layout.kv_head_count, 4);
                     let arena = KvArena::host(layout, BLOCKS).unwrap();
                     let mut runner = Runner::rank(checkpoint, WeightFormat::F32, group, arena, 64);

@@ -226,10 +226,10 @@ pub(crate) fn open_gpu(
     gpu: Option<&str>,
 ) -> Result<CudaBackend, CudaError> {
     let node = &config.node;
-    let reserved_sms = reserved_sms(config);
+    let (kv, reserved_sms) = (settings::kv_format(&config.model), reserved_sms(config));
     let slots = settings::adapter_slots(&config.model, true);
     let adapters = AdapterSizes { slots, rank_max: config.model.adapter_rank_max as usize };
-    let options = CudaOptions { reserved_sms, adapters, ..CudaOptions::new(weights) };
+    let options = CudaOptions { kv, reserved_sms, adapters, ..CudaOptions::new(weights) };
     let backend = CudaBackend::open(gpu, kernels(node).as_deref(), options)?;
     let device = backend.context().device();
     let kernels = backend.library().build();

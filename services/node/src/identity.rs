@@ -57,12 +57,14 @@ pub fn attempt_limits(record: &NodeRecord) -> AttemptLimits {
 mod tests {
     use std::num::NonZeroUsize;
 
+    use kernels::KvFormat;
+
     use super::*;
 
     #[test]
     fn nodes_of_other_kv_groups_are_not_paired() {
-        let dtype = WeightFormat::F32.kv_dtype();
-        let whole = KvLayout { layer_count: 2, kv_head_count: 3, head_dim: 64, dtype };
+        let format = WeightFormat::F32.kv_format();
+        let whole = KvLayout { layer_count: 2, kv_head_count: 3, head_dim: 64, format };
         let identity = |windows: [usize; 2]| {
             let groups = KvGroups::of_windows(&windows.map(NonZeroUsize::new));
             model_identity(7, WeightFormat::F32, groups.block_layout(whole), &groups)
@@ -76,10 +78,21 @@ mod tests {
     }
 
     #[test]
+    fn nodes_of_other_kv_formats_are_not_paired() {
+        let identity = |format| {
+            let layout = KvLayout { layer_count: 2, kv_head_count: 3, head_dim: 64, format };
+            model_identity(7, WeightFormat::Bf16, layout, &KvGroups::default())
+        };
+        let (bf16, fp8) = (identity(KvFormat::Bf16), identity(KvFormat::Fp8));
+        assert!(!bf16.fits(&fp8) && fp8.fits(&identity(KvFormat::Fp8)));
+        assert!(fp8.kv_layout.ends_with(" kv=fp8"), "{}", fp8.kv_layout);
+    }
+
+    #[test]
     fn nodes_of_other_weight_formats_are_not_paired() {
         let identity = |weights: WeightFormat| {
-            let dtype = weights.kv_dtype();
-            let layout = KvLayout { layer_count: 2, kv_head_count: 3, head_dim: 64, dtype };
+            let format = weights.kv_format();
+            let layout = KvLayout { layer_count: 2, kv_head_count: 3, head_dim: 64, format };
             model_identity(7, weights, layout, &KvGroups::default())
         };
         let (bf16, q8) = (identity(WeightFormat::Bf16), identity(WeightFormat::Q8));

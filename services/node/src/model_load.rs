@@ -137,7 +137,7 @@ fn load_weights(
     let started = Instant::now();
     let model = checkpoint.config();
     let weights = settings::weight_format(config.model.dtype);
-    let layout = model.block_layout(weights.kv_dtype());
+    let layout = model.block_layout(settings::kv_format(&config.model));
     let tp = config.node.tp;
     tensor_parallel::check(model, &config.node)?;
     let traits = |device| settings::node_traits(config, role, model, device);
@@ -191,6 +191,7 @@ fn load_weights(
     checkpoint.check_unchanged()?;
     info!(
         dtype = %weights,
+        kv_dtype = %layout.format,
         fingerprint = format_args!("{fingerprint:032x}"),
         ranks = tp,
         blocks = arena.block_count(),

@@ -93,14 +93,14 @@ fn populate(arena: &KvArena, sleep: impl Fn(Duration) -> bool) {
 mod tests {
     use std::cell::Cell;
 
-    use kernels::{Dtype, KvLayout};
+    use kernels::{KvFormat, KvLayout};
 
     use super::*;
 
     fn arena(blocks: u32) -> Arc<KvArena> {
         // 1 MiB a block.
         let layout =
-            KvLayout { layer_count: 8, kv_head_count: 16, head_dim: 64, dtype: Dtype::F32 };
+            KvLayout { layer_count: 8, kv_head_count: 16, head_dim: 64, format: KvFormat::F32 };
         KvArena::host(layout, blocks).unwrap()
     }
 

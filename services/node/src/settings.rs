@@ -9,7 +9,7 @@ use engine::{
     executor::{ExecutorLimits, Speculation},
 };
 use kernels::{
-    KvLayout, Shard, WeightFormat,
+    KvFormat, KvLayout, Shard, WeightFormat,
     cpu::{Isa, affinity, threads::THREADS_MAX},
 };
 use kv_transfer::{
@@ -156,13 +156,14 @@ pub(crate) fn node_traits(
 ) -> Result<NodeTraits, SettingsError> {
     let (node, transfer) = (&config.node, &config.transfer);
     let weights = weight_format(config.model.dtype);
-    let layout = model.block_layout(weights.kv_dtype());
+    let kv = kv_format(&config.model);
+    let layout = model.block_layout(kv);
     let ranks = node.tp as usize;
     let shard = shard(node, model, 0);
     let kv_bytes = block_count_set(node, layout)?
         .map(|blocks| u64::from(blocks) * (layout.block_bytes() / ranks) as u64);
     let is_gpu = matches!(device, NodeDevice::Gpu { .. });
-    let sizes = ModelSizes::of(model, shard, weights, is_gpu);
+    let sizes = ModelSizes::of(model, shard, (weights, kv), is_gpu);
     let device = match device {
         NodeDevice::Gpu { memory_bytes } if has_gpu_shadow(config) => {
             let taken = sizes.weights.saturating_add(chunk_memory(config));
@@ -285,6 +286,14 @@ pub(crate) fn weight_format(dtype: config::Dtype) -> WeightFormat {
         config::Dtype::Bf16 => WeightFormat::Bf16,
         config::Dtype::Q8 => WeightFormat::Q8,
         config::Dtype::Fp8 => WeightFormat::Fp8,
+    }
+}
+
+pub(crate) fn kv_format(model: &config::Model) -> KvFormat {
+    match model.kv_dtype {
+        config::KvDtype::Auto => weight_format(model.dtype).kv_format(),
+        config::KvDtype::Bf16 => KvFormat::Bf16,
+        config::KvDtype::Fp8 => KvFormat::Fp8,
     }
 }
 

@@ -100,8 +100,8 @@ pub(crate) fn start(
     sizes: BatchSizes,
 ) -> Result<(RankGroup, Arc<KvArena>), NodeStartError> {
     let (model, of) = (checkpoint.config(), config.node.tp);
-    let weights = settings::weight_format(config.model.dtype);
-    let (layout, groups) = (model.block_layout(weights.kv_dtype()), model.kv_groups());
+    let layout = model.block_layout(settings::kv_format(&config.model));
+    let groups = model.kv_groups();
     // On GPUs the default is as many blocks as fit.
     let blocks = match &gpus {
         Some(_) => settings::block_count_set(&config.node, layout)?.unwrap_or(u32::MAX),
@@ -204,7 +204,7 @@ fn on_gpu(
 ) -> Result<(Box<dyn Executor>, Vec<u8>), NodeStartError> {
     let checkpoint = opened(config, start)?;
     let weights = settings::weight_format(config.model.dtype);
-    let layout = checkpoint.config().block_layout(weights.kv_dtype());
+    let layout = checkpoint.config().block_layout(settings::kv_format(&config.model));
     let shard = settings::shard(&config.node, checkpoint.config(), spec.rank as usize);
     CudaRank::open(region, shard)?.start(|rank| {
         let gpu = device::open_gpu(config, weights, Some(gpu))?;
@@ -237,8 +237,7 @@ fn on_cpu(
     let confined = cpus.first().map(|cpu| affinity::confine(&[*cpu])).transpose();
     let _confined = confined.map_err(NodeStartError::Affinity)?;
     let checkpoint = opened(config, start)?;
-    let weights = settings::weight_format(config.model.dtype);
-    let layout = checkpoint.config().block_layout(weights.kv_dtype());
+    let layout = checkpoint.config().block_layout(settings::kv_format(&config.model));
     let bytes = region_bytes(layout, start.blocks, spec.of);
     let region = SharedRegion::open(region, bytes)?;
     let arena = KvArena::shared(layout, start.blocks, &region, arena_at(spec.of))?;

@@ -21,7 +21,7 @@ use engine::{
     event::Load,
     tiers::{Tier, TierEvent},
 };
-use kernels::{Dtype, KvLayout, WeightFormat};
+use kernels::{KvFormat, KvLayout, WeightFormat};
 use kv_transfer::{
     TransferLimits,
     api::{Command, Epoch, Peer, TransferId},
@@ -52,7 +52,7 @@ use crate::{
 
 /// A layout with the bytes of the `sim` executor's KV: 8 per token.
 const KV_LAYOUT: KvLayout =
-    KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 1, dtype: Dtype::F32 };
+    KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 1, format: KvFormat::F32 };
 
 /// Time until the transfer thread offers an event again after a full queue.
 pub(crate) const OFFER_AGAIN: Duration = Duration::from_millis(5);

@@ -5,24 +5,26 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::{AttentionCall, KvElement};
+use super::{AttentionCall, HeadPlace, KvElement, StoredKv};
 use crate::{
     cpu::arithmetic::{exp, sum_lanes},
-    layout::{BLOCK_TOKENS, Dtype, KvHalf},
+    layout::{BLOCK_TOKENS, KvFormat, KvHalf},
 };
 
 /// Computes attention of every row of `qkv` (`[rows][qkv_width]`) into `out`
 /// (`[rows][query_width]`).
 pub(super) fn attention(call: AttentionCall<'_>, out: &mut [f32]) {
-    match call.step.layout().dtype {
-        Dtype::F32 => all_queries::<f32>(call, out),
-        Dtype::Bf16 => all_queries::<bf16>(call, out),
+    match call.step.layout().format {
+        KvFormat::F32 => all_queries::<f32>(call, out),
+        KvFormat::Bf16 => all_queries::<bf16>(call, out),
+        KvFormat::Fp8 => all_queries::<u8>(call, out),
     }
 }
 
-fn all_queries<T: KvElement>(call: AttentionCall<'_>, out: &mut [f32]) {
+fn all_queries<T: StoredKv>(call: AttentionCall<'_>, out: &mut [f32]) {
     let AttentionCall { layer, shape, scale, window, sinks, qkv, step } = call;
     let dim = shape.head_dim;
+    let mut memory = vec![bf16::ZERO; 2 * T::memory(BLOCK_TOKENS * dim)];
     for sequence in &step.sequences {
         for row in sequence.rows.clone() {
             let end = step.positions[row] as usize + 1;
@@ -39,8 +41,11 @@ fn all_queries<T: KvElement>(call: AttentionCall<'_>, out: &mut [f32]) {
                     if tokens.is_empty() {
                         continue;
                     }
-                    let keys = step.access.head::<T>(block, layer, KvHalf::Key, kv_head);
-                    let values = step.access.head::<T>(block, layer, KvHalf::Value, kv_head);
+                    let place = HeadPlace { block, layer, head: kv_head };
+                    let half = memory.len() / 2;
+                    let (keys, values) = memory.split_at_mut(half);
+                    let keys = T::read(&step.access, place, KvHalf::Key, keys);
+                    let values = T::read(&step.access, place, KvHalf::Value, values);
                     state.add_block(query, scale, tokens, keys, values);
                 }
                 let out = &mut out[row * shape.query_width() + head * dim..][..dim];

@@ -6,15 +6,15 @@ use super::pooled_bytes;
 use crate::{
     cuda::{
         backend::CudaBackend,
-        batch_memory::{BatchLimits, BatchMemory},
+        batch_memory::{BatchLimits, BatchMemory, DequantizedKv},
         error::CudaError,
-        ffi::{self, dtype_code, window_code},
+        ffi::{self, kv_format_code, window_code},
         kv::DeviceKv,
         memory::{DeviceMemory, Range},
         plan,
         sample::{self, Sampler},
     },
-    layout::{GROUPS_MAX, KvGroups},
+    layout::{BLOCK_TOKENS, GROUPS_MAX, KvFormat, KvGroups, KvLayout},
 };
 
 /// Words of a plan for the prompt tokens of admitted sequences, beyond the minimum.
@@ -37,11 +37,13 @@ pub(super) fn lay_out(
     memory: &DeviceMemory,
     backend: &CudaBackend,
     limits: &BatchLimits,
-    groups: &KvGroups,
+    (layout, groups): (KvLayout, &KvGroups),
 ) -> Result<Ranges, CudaError> {
     let input_words = input_words(limits);
-    let ranges =
-        BatchArraySizes::of(limits, groups).all().into_iter().map(|bytes| memory.cut(bytes));
+    let ranges = BatchArraySizes::of(limits, (layout, groups))
+        .all()
+        .into_iter()
+        .map(|bytes| memory.cut(bytes));
     Ok((
         ranges.collect::<Result<_, _>>()?,
         [memory.cut(4 * input_words)?, memory.cut(4 * input_words)?],
@@ -54,12 +56,22 @@ pub(super) fn lay_out(
 pub(super) struct BatchArraySizes {
     pool: [usize; 7],
     step: [usize; 16],
+    /// Pages and KV of [`DequantizedKv`].
+    dequantized: [usize; 2],
     table_width: usize,
     pages: usize,
 }
 
+/// Returns the layout of a page of [`DequantizedKv`].
+fn dequantized_layout(layout: KvLayout) -> KvLayout {
+    KvLayout { layer_count: 1, format: KvFormat::Bf16, ..layout }
+}
+
 impl BatchArraySizes {
-    pub(super) fn of(limits: &BatchLimits, groups: &KvGroups) -> Self {
+    /// Index of the list of [`DequantizedKv`]'s pages among all arrays.
+    pub(super) const DEQUANTIZED_PAGES: usize = 23;
+
+    pub(super) fn of(limits: &BatchLimits, (layout, groups): (KvLayout, &KvGroups)) -> Self {
         let (slots, rows) = (limits.slots as usize, limits.rows as usize);
         let samples = limits.samples as usize;
         let tokens = limits.sequence_tokens as usize;
@@ -94,11 +106,23 @@ impl BatchArraySizes {
             samples,
         ]
         .map(|count| count * 4);
-        Self { pool, step, table_width, pages }
+        // The longest sequence alone, or prompts without cached prefixes that fill a step.
+        let dequantized = match layout.format {
+            KvFormat::F32 | KvFormat::Bf16 => 0,
+            KvFormat::Fp8 => table_width / groups.count() + rows / BLOCK_TOKENS + slots,
+        };
+        let page_bytes = dequantized_layout(layout).block_bytes();
+        let dequantized = [dequantized * size_of::<i32>(), dequantized * page_bytes];
+        Self { pool, step, dequantized, table_width, pages }
+    }
+
+    /// Returns the number of pages of [`DequantizedKv`].
+    pub(super) fn dequantized_pages(&self) -> usize {
+        self.dequantized[0] / size_of::<i32>()
     }
 
     fn all(&self) -> Vec<usize> {
-        self.pool.iter().chain(&self.step).copied().collect()
+        self.pool.iter().chain(&self.step).chain(&self.dequantized).copied().collect()
     }
 
     /// Fills the structs from the ranges of [`Self::all`].
@@ -111,16 +135,27 @@ impl BatchArraySizes {
     ) -> BatchMemory {
         let at: Vec<ffi::Address> = ranges.iter().map(Range::address).collect();
         let layout = blocks.layout();
-        let kv = ffi::Kv {
-            base: blocks.data().address(),
-            block_elements: layout.block_elements() as i64,
-            block_count: (blocks.block_count() + DeviceKv::EXTRA_BLOCKS) as i32,
+        let kv_of = |layout: KvLayout, base, block_count| ffi::Kv {
+            base,
+            block_elements: (layout.block_bytes() / layout.format.element_bytes()) as i64,
+            block_count: block_count as i32,
             layer_count: layout.layer_count as i32,
             head_count: layout.kv_head_count as i32,
             head_dim: layout.head_dim as i32,
-            dtype: dtype_code(layout.dtype),
+            dtype: kv_format_code(layout.format),
             reserved: 0,
         };
+        let block_count = blocks.block_count() + DeviceKv::EXTRA_BLOCKS;
+        let kv = kv_of(layout, blocks.data().address(), block_count as usize);
+        let dequantized_pages = self.dequantized_pages();
+        let dequantized = (dequantized_pages > 0).then(|| DequantizedKv {
+            kv: kv_of(
+                dequantized_layout(layout),
+                at[Self::DEQUANTIZED_PAGES + 1],
+                dequantized_pages,
+            ),
+            pages: at[Self::DEQUANTIZED_PAGES],
+        });
         let mut windows = [0; GROUPS_MAX];
         for (group, window) in windows.iter_mut().take(groups.count()).enumerate() {
             *window = window_code(groups.window(group));
@@ -166,6 +201,6 @@ impl BatchArraySizes {
             sample_adapters: at[22],
         };
         let places = groups.places();
-        BatchMemory { kv, pool, step, blocks, groups, places, _ranges: ranges }
+        BatchMemory { kv, pool, step, blocks, groups, places, dequantized, _ranges: ranges }
     }
 }

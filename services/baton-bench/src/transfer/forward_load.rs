@@ -313,7 +313,7 @@ fn engine(
     let backend = CudaBackend::open(Some(&device.uuid), kernels.path().as_deref(), options)?;
     let context = Arc::clone(backend.context());
     let model = CudaModel::load(checkpoint, backend, &shape.limits, &mut |_| ())?;
-    let layout = checkpoint.config().block_layout(weights.kv_dtype());
+    let layout = checkpoint.config().block_layout(weights.kv_format());
     let kv = DeviceKv::new(&context, layout, shape.limits.blocks)?;
     let arena = KvArena::remote(kv.clone())?;
     let mut executor = CudaExecutor::start(model, kv, &arena, shape.limits)?;

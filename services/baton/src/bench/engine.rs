@@ -30,7 +30,7 @@ use engine::{
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use kernels::{
-    BLOCK_TOKENS, KvArena, WeightFormat,
+    BLOCK_TOKENS, KvArena, KvFormat, WeightFormat,
     cpu::{CpuBackend, CpuOptions, Isa},
     cuda::{CudaBackend, CudaOptions, DeviceKv},
     sampling::Sampling,
@@ -70,6 +70,9 @@ pub struct EngineArgs {
     /// Number format of the weights: f32, bf16, q8 (CPUs) or fp8 (GPUs).
     #[arg(long, default_value = "bf16", value_parser = parse_dtype)]
     dtype: WeightFormat,
+    /// Number format of KV: bf16 or fp8 [default: f32 with --dtype f32, else bf16].
+    #[arg(long, value_parser = parse_kv_dtype)]
+    kv_dtype: Option<KvFormat>,
     /// Compute threads on a CPU [default: one for each CPU that the process may use].
     #[arg(long)]
     threads: Option<usize>,
@@ -114,6 +117,13 @@ pub struct EngineArgs {
     pub variant: EngineVariant,
 }
 
+impl EngineArgs {
+    /// Returns the format of KV.
+    fn kv_format(&self) -> KvFormat {
+        self.kv_dtype.unwrap_or(self.dtype.kv_format())
+    }
+}
+
 /// The engine's parts that `baton-bench engine` can change. The default is the engine of a node.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EngineVariant {
@@ -153,6 +163,14 @@ pub fn parse_dtype(text: &str) -> Result<WeightFormat, String> {
         "q8" => Ok(WeightFormat::Q8),
         "fp8" => Ok(WeightFormat::Fp8),
         _ => Err("expected f32, bf16, q8 or fp8".to_owned()),
+    }
+}
+
+pub fn parse_kv_dtype(text: &str) -> Result<KvFormat, String> {
+    match text {
+        "bf16" => Ok(KvFormat::Bf16),
+        "fp8" => Ok(KvFormat::Fp8),
+        _ => Err("expected bf16 or fp8".to_owned()),
     }
 }
 
@@ -321,7 +339,7 @@ impl EngineBench {
     /// half-way.
     fn decode_bytes(&self, args: &EngineArgs, report: &EngineReport, batch: u32) -> u64 {
         let tokens = args.context_tokens + args.decode_tokens / 2;
-        let kv = self.config.kv_read_bytes(tokens as usize, args.dtype.kv_dtype());
+        let kv = self.config.kv_read_bytes(tokens as usize, args.kv_format());
         report.weight_bytes + u64::from(batch) * kv
     }
 
@@ -457,7 +475,7 @@ fn on_cpu(
         CpuBackend::new(CpuOptions { weights: args.dtype, threads, isa: args.variant.isa })?;
     let isa = backend.isa_name().to_owned();
     let read_stream = ReadStream::new(&backend, weight_bytes, threads);
-    let layout = checkpoint.config().block_layout(args.dtype.kv_dtype());
+    let layout = checkpoint.config().block_layout(args.kv_format());
     let arena = KvArena::host(layout, limits.blocks)?;
     let (started, bar) = (Instant::now(), load_bar());
     let progress = &mut |progress| show(&bar, progress);
@@ -469,7 +487,7 @@ fn on_cpu(
 }
 
 fn open_gpu(args: &EngineArgs, gpu: Option<&str>) -> Result<CudaBackend> {
-    let options = CudaOptions { weights: args.dtype, ..args.variant.cuda };
+    let options = CudaOptions { weights: args.dtype, kv: args.kv_format(), ..args.variant.cuda };
     Ok(CudaBackend::open(gpu, args.kernels.path().as_deref(), options)?)
 }
 
@@ -500,7 +518,7 @@ fn on_gpu(
     parts.push(StartPart::new("weights", model.times().weights));
     let tuned = tune::tune(&mut model, &limits, &args.variant)?;
     parts.push(lap("tune"));
-    let layout = checkpoint.config().block_layout(args.dtype.kv_dtype());
+    let layout = checkpoint.config().block_layout(args.kv_format());
     let kv = DeviceKv::new(&context, layout, limits.blocks)?;
     let arena = KvArena::remote(kv.clone())?;
     parts.push(lap("kv"));

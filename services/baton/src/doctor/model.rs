@@ -6,8 +6,9 @@ use std::{fmt, path::Path};
 use anyhow::{Context as _, Result};
 use engine::{defaults::ModelSizes, executor::cuda::check_sizes};
 use kernels::{
-    Shard, WeightFormat,
+    KvFormat, Shard, WeightFormat,
     cpu::{CpuBackend, CpuOptions, Isa},
+    cuda::CudaOptions,
 };
 use model::{Adapter, Checkpoint, LoadFormat, MatrixFormat, ModelConfig, ModelError};
 use serde::Serialize;
@@ -16,6 +17,7 @@ use serde::Serialize;
 pub(super) struct OpenedModel {
     config: ModelConfig,
     weights: WeightFormat,
+    kv: KvFormat,
     /// Without files of weights: only a configuration.
     formats: Vec<MatrixFormat>,
     /// Reason why the files of the weights are invalid.
@@ -37,11 +39,11 @@ pub(super) struct ModelReport {
 }
 
 impl OpenedModel {
-    /// Opens a model that nodes would compute in the format `weights`.
+    /// Opens a model that nodes would compute with these formats of weights and KV.
     ///
     /// # Errors
     /// When the configuration is invalid or unsupported.
-    pub(super) fn open(path: &Path, weights: WeightFormat) -> Result<Self> {
+    pub(super) fn open(path: &Path, number_formats: (WeightFormat, KvFormat)) -> Result<Self> {
         let (config, formats, invalid) = match Checkpoint::open(path, LoadFormat::Auto) {
             Ok(checkpoint) => (checkpoint.config().clone(), checkpoint.matrix_formats(), None),
             Err(error) => {
@@ -53,21 +55,23 @@ impl OpenedModel {
                 (alone.config().clone(), Vec::new(), invalid)
             }
         };
-        Ok(Self { config, weights, formats, invalid })
+        let (weights, kv) = number_formats;
+        Ok(Self { config, weights, kv, formats, invalid })
     }
 
     /// Returns the sizes of a node of one rank.
     pub(super) fn sizes(&self, is_gpu: bool) -> ModelSizes {
-        ModelSizes::of(&self.config, Shard::WHOLE, self.weights, is_gpu)
+        ModelSizes::of(&self.config, Shard::WHOLE, (self.weights, self.kv), is_gpu)
     }
 
     /// Reports a node of one rank on a GPU of this compute capability, or on the CPU.
     pub(super) fn report(self, gpu_compute: Option<u32>) -> ModelReport {
-        let Self { config, weights, formats, invalid } = self;
+        let Self { config, weights, kv, formats, invalid } = self;
         // GPUs do not support q8: a node computes on the CPU.
         let gpu_compute = gpu_compute.filter(|_| weights != WeightFormat::Q8);
         let refused = invalid.or_else(|| {
-            let checked = check_sizes(&config, Shard::WHOLE, (weights, gpu_compute?));
+            let options = CudaOptions { kv, ..CudaOptions::new(weights) };
+            let checked = check_sizes(&config, Shard::WHOLE, (&options, gpu_compute?));
             checked.err().map(|error| error.to_string())
         });
         let computed_by = || match gpu_compute {

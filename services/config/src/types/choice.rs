@@ -47,7 +47,7 @@ pub(super) fn alternatives(words: &[&str]) -> String {
 }
 
 choice! {
-    /// Number format of weights, activations and KV.
+    /// Number format of weights and activations.
     pub enum Dtype {
         /// 32 bits. Results do not depend on batching and chunking.
         F32 = "f32",
@@ -57,6 +57,18 @@ choice! {
         Q8 = "q8",
         /// Weights of layers in FP8 (e4m3) with a scale for each row, KV in bf16: half the memory
         /// and bandwidth of bf16 weights. GPUs from Hopper on.
+        Fp8 = "fp8",
+    }
+}
+
+choice! {
+    /// Number format of KV.
+    pub enum KvDtype {
+        /// f32 with weights in f32, else bf16.
+        Auto = "auto",
+        /// 16 bits with the range of f32.
+        Bf16 = "bf16",
+        /// FP8 (e4m3) with a scale for each token and head: twice the tokens in the same memory.
         Fp8 = "fp8",
     }
 }

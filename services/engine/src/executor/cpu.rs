@@ -503,7 +503,7 @@ fn check(
 ) -> Result<(Range<usize>, KvGroups), CpuExecutorError> {
     let (config, shard) = (checkpoint.config(), backend.shard());
     config.check_shard(shard)?;
-    let (found, whole) = (arena.layout(), config.kv_layout(backend.weights().kv_dtype()));
+    let (found, whole) = (arena.layout(), config.kv_layout(arena.layout().format));
     let groups = config.kv_groups();
     let groups = match groups.block_layout(whole).layer_count == found.layer_count {
         true => groups,

@@ -24,14 +24,14 @@ use std::{
 };
 
 use kernels::{
-    Dtype, KvArena, KvGroups, Shard, WeightFormat,
+    Dtype, KvArena, KvFormat, KvGroups, Shard, WeightFormat,
     arena::{StreamAccess, StreamStep},
-    backend::{ExpertLoad, NormSpan},
+    backend::{ExpertLoad, HeadShape, NormSpan},
     cuda::{
-        Admission, BatchLimits, CudaBackend, CudaError, CudaFrame, CudaStep, DeviceBatch,
-        DeviceClock, DeviceKv, Drafts, EXPERT_GROUPS_MAX, EXPERTS_CHOSEN_MAX, EXPERTS_MAX, Event,
-        Extension, Finished, GemmShape, KnownDrafts, SampleOutcome, StepInput, StreamDelays,
-        row_steps,
+        Admission, BatchLimits, CudaBackend, CudaError, CudaFrame, CudaOptions, CudaStep,
+        DeviceBatch, DeviceClock, DeviceKv, Drafts, EXPERT_GROUPS_MAX, EXPERTS_CHOSEN_MAX,
+        EXPERTS_MAX, Event, Extension, Finished, GemmShape, KnownDrafts, SampleOutcome, StepInput,
+        StreamDelays, row_steps, supports_fp8_kv,
     },
     mxfp4::GROUP as MXFP4_GROUP,
     sampling::{Pooling, STOP_TOKENS_MAX},
@@ -170,7 +170,8 @@ impl CudaExecutor {
         let speculation = speculation.map(|rules| Speculation { uniform: true, ..rules });
         let limits = ExecutorLimits { speculation, ..limits };
         let kv_groups = model.config().kv_groups();
-        check(model.config(), model.shard(), &kv, arena, limits)?;
+        let format = backend.options().kv;
+        check(model.config(), model.shard(), (&kv, format), arena, limits)?;
         let sizes = batch_limits(&limits, model.config());
         let mut batch = DeviceBatch::new(&backend, kv, kv_groups.clone(), sizes)?;
         let mut clock = DeviceClock::start(backend.context(), backend.compute())?;
@@ -632,14 +633,16 @@ fn gemm_shapes(
     decode.into_iter().map(packed).collect()
 }
 
-/// Checks that there are kernels for the model on a GPU of this compute capability, in this format
-/// of weights.
+/// Checks that there are kernels for the model on a GPU of this compute capability, with these
+/// formats of weights and KV.
 pub fn check_sizes(
     config: &ModelConfig,
     shard: Shard,
-    (weights, compute): (WeightFormat, u32),
+    (options, compute): (&CudaOptions, u32),
 ) -> Result<(), CudaExecutorError> {
+    let weights = options.weights;
     config.check_shard(shard)?;
+    check_kv_format(config.head_shape_of(shard), options, compute)?;
     if let Some(experts) = config.experts() {
         let unsupported = |what, value: String, allowed| {
             Err(CudaError::Unsupported { what, value, allowed }.into())
@@ -714,14 +717,40 @@ pub fn check_sizes(
     Ok(())
 }
 
+/// Checks that there are kernels for the format of KV.
+fn check_kv_format(
+    heads: HeadShape,
+    options: &CudaOptions,
+    compute: u32,
+) -> Result<(), CudaExecutorError> {
+    if options.kv != KvFormat::Fp8 {
+        return Ok(());
+    }
+    let (what, value, allowed) = if options.weights.dtype() == Dtype::F32 {
+        let what = "model.dtype with model.kv_dtype = \"fp8\"";
+        (what, options.weights.to_string(), "bf16 or fp8")
+    } else if compute < 89 {
+        let what = "the compute capability of a GPU with model.kv_dtype = \"fp8\"";
+        (what, format!("{}.{}", compute / 10, compute % 10), "8.9 or later")
+    } else if !supports_fp8_kv(options.attention, heads) {
+        let HeadShape { query_heads, kv_heads, head_dim } = heads;
+        let what = "the model's attention with model.kv_dtype = \"fp8\"";
+        let value = format!("{query_heads} query heads and {kv_heads} KV heads of {head_dim}");
+        (what, value, "heads of 64, 128 or 256, and up to 16 query heads for each KV head")
+    } else {
+        return Ok(());
+    };
+    Err(CudaError::Unsupported { what, value, allowed }.into())
+}
+
 fn check(
     config: &ModelConfig,
     shard: Shard,
-    kv: &DeviceKv,
+    (kv, format): (&DeviceKv, KvFormat),
     arena: &KvArena,
     limits: ExecutorLimits,
 ) -> Result<(), CudaExecutorError> {
-    let whole = config.kv_layout_of(kv.layout().dtype, shard);
+    let whole = config.kv_layout_of(format, shard);
     let (found, wanted) = (kv.layout(), config.kv_groups().block_layout(whole));
     if found != wanted || arena.layout() != found {
         return Err(ModelMismatch::Layout { found, wanted }.into());
@@ -741,11 +770,15 @@ mod tests {
 
     /// Returns why a model of this configuration is refused; empty if it is not.
     fn refusal(config: &serde_json::Value, (weights, compute): (WeightFormat, u32)) -> String {
+        refusal_with(config, CudaOptions::new(weights), compute)
+    }
+
+    fn refusal_with(config: &serde_json::Value, options: CudaOptions, compute: u32) -> String {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("config.json");
         std::fs::write(&path, config.to_string()).unwrap();
         let checkpoint = Checkpoint::open(&path, LoadFormat::Dummy { seed: 1 }).unwrap();
-        let checked = check_sizes(checkpoint.config(), Shard::WHOLE, (weights, compute));
+        let checked = check_sizes(checkpoint.config(), Shard::WHOLE, (&options, compute));
         checked.err().map(|error| error.to_string()).unwrap_or_default()
     }
 
@@ -767,6 +800,32 @@ mod tests {
         ] {
             let error = refusal(&config(experts, chosen), (weights, compute));
             assert!(error.ends_with(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn kv_in_fp8_without_kernels_is_refused() {
+        let config = |heads: u32, head_dim: u32| {
+            json!({
+                "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
+                "num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": 1,
+                "head_dim": head_dim, "vocab_size": 200
+            })
+        };
+        let refusal = |heads, head_dim, weights, compute| {
+            let options = CudaOptions { kv: KvFormat::Fp8, ..CudaOptions::new(weights) };
+            refusal_with(&config(heads, head_dim), options, compute)
+        };
+        assert_eq!(refusal(16, 64, WeightFormat::Bf16, 90), "");
+        assert_eq!(refusal(1, 256, WeightFormat::Fp8, 90), "");
+        for (heads, head_dim, weights, compute, expected) in [
+            (4, 64, WeightFormat::F32, 90, "model.kv_dtype = \"fp8\" is f32; expected bf16 or fp8"),
+            (4, 64, WeightFormat::Bf16, 80, "\"fp8\" is 8.0; expected 8.9 or later"),
+            (17, 64, WeightFormat::Bf16, 90, "17 query heads and 1 KV heads of 64; expected heads"),
+            (4, 96, WeightFormat::Bf16, 90, "4 query heads and 1 KV heads of 96; expected heads"),
+        ] {
+            let error = refusal(heads, head_dim, weights, compute);
+            assert!(error.contains(expected), "{error}");
         }
     }
 

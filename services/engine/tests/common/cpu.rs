@@ -13,7 +13,7 @@ use engine::{
     executor::{Executor, ExecutorLimits, cpu::CpuExecutor},
 };
 use kernels::{
-    Dtype, KvArena, KvLayout, WeightFormat,
+    KvArena, KvFormat, KvLayout, WeightFormat,
     cpu::{CpuBackend, CpuOptions, Isa},
     sampling::{SampledToken, TokenLogprobs},
 };
@@ -93,7 +93,7 @@ pub(crate) fn engine_with(
     threads: usize,
     weights: WeightFormat,
 ) -> (CpuEngine, Arc<KvArena>) {
-    let layout = checkpoint.config().kv_layout(weights.kv_dtype());
+    let layout = checkpoint.config().kv_layout(weights.kv_format());
     let (executor, arena) = executor(checkpoint, config, threads, weights, layout);
     (StepLoop::new(scheduler(config), executor), arena)
 }
@@ -104,7 +104,7 @@ pub(crate) fn engine_with_groups(
     config: SchedulerConfig,
 ) -> (CpuEngine, Arc<KvArena>) {
     let groups = checkpoint.config().kv_groups();
-    let layout = groups.block_layout(checkpoint.config().kv_layout(Dtype::F32));
+    let layout = groups.block_layout(checkpoint.config().kv_layout(KvFormat::F32));
     let (executor, arena) = executor(checkpoint, config, 1, WeightFormat::F32, layout);
     assert_eq!(executor.kv_groups(), groups);
     (StepLoop::new(scheduler(config).with_kv_groups(groups), executor), arena)

@@ -94,7 +94,7 @@ impl AllRanks {
     ) -> (Self, Arc<KvArena>) {
         static MADE: AtomicU64 = AtomicU64::new(0);
         let weights = WeightFormat::F32;
-        let (config, dtype) = (checkpoint.config(), weights.kv_dtype());
+        let (config, dtype) = (checkpoint.config(), weights.kv_format());
         let groups = config.kv_groups();
         let layout = groups.block_layout(config.kv_layout(dtype));
         let group_bytes = CpuGroup::region_bytes(of).next_multiple_of(64);

@@ -186,7 +186,7 @@ mod tests {
     use std::sync::{Arc, atomic::AtomicU64};
 
     use crossbeam_channel::bounded;
-    use kernels::{Dtype, KvArena, KvLayout};
+    use kernels::{KvArena, KvFormat, KvLayout};
 
     use super::*;
     use crate::{
@@ -196,7 +196,8 @@ mod tests {
 
     #[test]
     fn unresolvable_name_closes_the_connection() {
-        let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, dtype: Dtype::F32 };
+        let layout =
+            KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, format: KvFormat::F32 };
         let (events, received) = bounded(4);
         let shared = Shared {
             me: Epoch(1),

@@ -348,13 +348,14 @@ impl Outbox {
 mod tests {
     use std::net::TcpListener;
 
-    use kernels::{BlockId, Dtype, KvArena, KvLayout};
+    use kernels::{BlockId, KvArena, KvFormat, KvLayout};
 
     use super::*;
 
     #[test]
     fn answer_is_valid_only_while_the_chunk_is_lent() {
-        let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, dtype: Dtype::F32 };
+        let layout =
+            KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, format: KvFormat::F32 };
         let arena = KvArena::host(layout, 1).unwrap();
         let outbox = Outbox::new(1);
         let chunk = |index| ChunkId { transfer: TransferId(7), index };
@@ -381,7 +382,8 @@ mod tests {
 
     #[test]
     fn further_connections_take_chunks_only_while_others_are_busy() {
-        let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, dtype: Dtype::F32 };
+        let layout =
+            KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, format: KvFormat::F32 };
         let arena = KvArena::host(layout, 1).unwrap();
         let outbox = Outbox::new(1);
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -417,7 +419,8 @@ mod tests {
 
     #[test]
     fn lost_connection_ends_the_group_only_if_it_has_taken_a_chunk() {
-        let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, dtype: Dtype::F32 };
+        let layout =
+            KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, format: KvFormat::F32 };
         let arena = KvArena::host(layout, 1).unwrap();
         let outbox = Outbox::new(1);
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -449,7 +452,8 @@ mod tests {
 
     #[test]
     fn transfers_with_stuck_chunks_are_not_released() {
-        let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, dtype: Dtype::F32 };
+        let layout =
+            KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, format: KvFormat::F32 };
         let arena = KvArena::host(layout, 1).unwrap();
         let outbox = Outbox::new(1);
         let [stuck, lent, other] = [1, 2, 3].map(TransferId);

@@ -278,12 +278,12 @@ fn batches<B>(blocks: Vec<B>, size: usize) -> impl Iterator<Item = Vec<B>> {
 
 #[cfg(test)]
 mod tests {
-    use kernels::{Dtype, arena::RemoteBlocks};
+    use kernels::{KvFormat, arena::RemoteBlocks};
 
     use super::*;
 
     const LAYOUT: KvLayout =
-        KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, dtype: Dtype::F32 };
+        KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, format: KvFormat::F32 };
 
     /// Device memory with copies to pinned memory that end at once, or without any.
     struct Device {

@@ -164,7 +164,7 @@ impl<T: Transport, S: EventSink> DriverThread<T, S> {
 #[cfg(test)]
 mod tests {
     use crossbeam_channel::{RecvTimeoutError, unbounded};
-    use kernels::{Dtype, KvArena, KvLayout};
+    use kernels::{KvArena, KvFormat, KvLayout};
 
     use super::super::{SHUTDOWN_TIMEOUT, Transfers};
     use crate::{
@@ -176,7 +176,8 @@ mod tests {
 
     #[test]
     fn transfers_stop_with_their_listener() {
-        let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 16, dtype: Dtype::F32 };
+        let layout =
+            KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 16, format: KvFormat::F32 };
         let config = TransferConfig {
             node_id: "node".to_owned(),
             epoch: Epoch(1),

@@ -1,7 +1,7 @@
 //! Nodes with different identities: each rejects the other in the handshake, names both values in
 //! one line, and still serves matching nodes.
 
-use kernels::{Dtype, KvLayout};
+use kernels::{KvFormat, KvLayout};
 use kv_transfer::api::{Event, Identity, TransferFailure, TransferId};
 
 use crate::node::{Node, SECRET, blocks, fresh, identity, layout, run_transfer};
@@ -9,7 +9,7 @@ use crate::node::{Node, SECRET, blocks, fresh, identity, layout, run_transfer};
 /// Returns identities that differ, and the texts that both errors must contain.
 fn misfits() -> Vec<(Identity, KvLayout, Vec<String>)> {
     let ours = identity();
-    let bf16 = KvLayout { dtype: Dtype::Bf16, ..layout() };
+    let bf16 = KvLayout { format: KvFormat::Bf16, ..layout() };
     let deeper = KvLayout { layer_count: 5, ..layout() };
     vec![
         (

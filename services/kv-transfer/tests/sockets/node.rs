@@ -12,7 +12,7 @@ use std::{
 
 use crossbeam_channel::{Receiver, unbounded};
 use kernels::{
-    BlockId, BlockRead, BlockWrite, Dtype, KvArena, KvLayout,
+    BlockId, BlockRead, BlockWrite, KvArena, KvFormat, KvLayout,
     arena::RemoteBlocks,
     offload::{BlockOffload, CopiedBlocks, OffloadStream},
     peer::{
@@ -40,7 +40,7 @@ pub(crate) fn fresh() -> u128 {
 
 /// 16 KiB per block.
 pub(crate) fn layout() -> KvLayout {
-    KvLayout { layer_count: 4, kv_head_count: 2, head_dim: 16, dtype: Dtype::F32 }
+    KvLayout { layer_count: 4, kv_head_count: 2, head_dim: 16, format: KvFormat::F32 }
 }
 
 pub(crate) fn identity() -> Identity {

@@ -9,7 +9,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, unbounded};
-use kernels::{Dtype, KvLayout};
+use kernels::{KvFormat, KvLayout};
 use kv_transfer::api::{Epoch, Event, PeerAddress, TransferId};
 use test_harness::KilledOnDrop;
 
@@ -22,7 +22,7 @@ const NODE_ID: &str = "BATON_TEST_NODE_ID";
 
 /// 256 KiB per block, so that one transfer exceeds the socket buffers.
 pub(crate) fn large_layout() -> KvLayout {
-    KvLayout { layer_count: 16, kv_head_count: 4, head_dim: 32, dtype: Dtype::F32 }
+    KvLayout { layer_count: 16, kv_head_count: 4, head_dim: 32, format: KvFormat::F32 }
 }
 
 pub(crate) fn start_large(name: &str) -> Node {

@@ -42,7 +42,7 @@ pub(crate) fn together<T: Send>(
     purpose: &str,
     run: impl Fn(&mut Runner) -> T + Sync,
 ) -> (Vec<T>, Arc<KvArena>) {
-    let layout = checkpoint.config().kv_layout(weights.kv_dtype());
+    let layout = checkpoint.config().kv_layout(weights.kv_format());
     let group_bytes = CpuGroup::region_bytes(first.rank_count()).next_multiple_of(64);
     let bytes = group_bytes + layout.block_bytes() * BLOCKS as usize;
     let region = region(purpose, bytes);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kernels::{
-    Backend, BlockId, KvArena, KvGroups, Packer, Shard, WeightFormat,
+    Backend, BlockId, KvArena, KvFormat, KvGroups, Packer, Shard, WeightFormat,
     cpu::{CpuBackend, CpuGroup, CpuMatrix, CpuOptions, CpuStep, CpuVector, Isa, StepSequence},
 };
 use model::{Adapter, Checkpoint, Limits, Transformer, TransformerWeights};
@@ -37,9 +37,18 @@ impl Runner {
         rows_max: usize,
     ) -> Self {
         let weights = weights.into();
+        Self::with_kv(checkpoint, (weights, weights.kv_format()), isa, rows_max)
+    }
+
+    pub(crate) fn with_kv(
+        checkpoint: &Checkpoint,
+        (weights, kv): (WeightFormat, KvFormat),
+        isa: Isa,
+        rows_max: usize,
+    ) -> Self {
         let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get());
         let groups = checkpoint.config().kv_groups();
-        let layout = groups.block_layout(checkpoint.config().kv_layout(weights.kv_dtype()));
+        let layout = groups.block_layout(checkpoint.config().kv_layout(kv));
         let arena = KvArena::host(layout, BLOCKS * groups.count() as u32).unwrap();
         let backend = CpuBackend::new(CpuOptions { weights, threads, isa }).unwrap();
         Self::on(checkpoint, backend, arena, groups, rows_max)

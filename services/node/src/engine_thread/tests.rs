@@ -10,7 +10,7 @@ use engine::{
     plan::{RowMask, StepId, StepPlan, StepResult},
 };
 use futures_util::StreamExt;
-use kernels::{Dtype, KvArena, KvGroups, KvLayout, WeightFormat, sampling::Sampling};
+use kernels::{KvArena, KvFormat, KvGroups, KvLayout, WeightFormat, sampling::Sampling};
 use kv_transfer::{ClusterSecret, TransferConfig, TransferLimits, TransportConfig};
 use proto::v1::{FailureKind, ObserveEvent};
 use tonic::Code;
@@ -118,7 +118,7 @@ fn engine_that_stalls_after<E: Executor>(
 ) -> (Engine<E>, EngineInbox) {
     let seeds = CacheSeeds { model_fingerprint: 1, weight_version: 1 };
     let scheduler = Scheduler::new(SchedulerConfig::new(LIMITS), seeds).unwrap();
-    let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 2, dtype: Dtype::F32 };
+    let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 2, format: KvFormat::F32 };
     let identity = identity::model_identity(1, WeightFormat::F32, layout, &KvGroups::default());
     let (sink, events) = TransferEvents::new(8, CollectWaker::default());
     let transfers = Transfers::start(

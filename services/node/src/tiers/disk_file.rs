@@ -291,8 +291,8 @@ fn open_direct(path: &Path) -> Result<File, DiskError> {
 
 /// Describes the contents of a file for the first page and for errors.
 fn describe(layout: KvLayout, weights: WeightFormat) -> String {
-    let dtype = layout.dtype;
-    format!("KV blocks of format {VERSION}, layout {layout}, dtype {dtype}, weights {weights}")
+    let kv = layout.format;
+    format!("KV blocks of format {VERSION}, layout {layout}, dtype {kv}, weights {weights}")
 }
 
 fn parse_first_page(page: &[u8]) -> Option<String> {
@@ -358,12 +358,12 @@ impl DiskFile {
 
 #[cfg(test)]
 mod tests {
-    use kernels::{BlockId, Dtype, KvArena};
+    use kernels::{BlockId, KvArena, KvFormat};
 
     use super::*;
 
     const LAYOUT: KvLayout =
-        KvLayout { layer_count: 3, kv_head_count: 2, head_dim: 10, dtype: Dtype::F32 };
+        KvLayout { layer_count: 3, kv_head_count: 2, head_dim: 10, format: KvFormat::F32 };
     const SIZE: u64 = 1 << 20;
     const WEIGHTS: WeightFormat = WeightFormat::F32;
 
@@ -504,7 +504,7 @@ mod tests {
         drop(file);
         let q8 = DiskFile::open(&path, SIZE, LAYOUT, WeightFormat::Q8).unwrap_err().to_string();
         assert!(q8.ends_with(", weights q8"), "{q8}");
-        let bf16 = reason(SIZE, KvLayout { dtype: Dtype::Bf16, ..LAYOUT });
+        let bf16 = reason(SIZE, KvLayout { format: KvFormat::Bf16, ..LAYOUT });
         assert!(bf16.ends_with(", dtype bf16, weights f32"), "{bf16}");
         let other = KvLayout { layer_count: 4, ..LAYOUT };
         let error = reason(SIZE, other);
@@ -528,7 +528,7 @@ mod tests {
     /// The variable that makes this test binary a writer that is killed.
     const WRITER: &str = "BATON_TEST_DISK_WRITER";
     const WRITER_LAYOUT: KvLayout =
-        KvLayout { layer_count: 30, kv_head_count: 3, head_dim: 64, dtype: Dtype::Bf16 };
+        KvLayout { layer_count: 30, kv_head_count: 3, head_dim: 64, format: KvFormat::Bf16 };
 
     /// Fills a block with bytes that follow from its key.
     fn fill(block: &mut [u8], key: u128) {

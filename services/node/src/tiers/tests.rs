@@ -7,7 +7,7 @@ use engine::{
     event::SequenceId,
     tiers::{BlockContents, LoadBlock, SaveSource},
 };
-use kernels::{BLOCK_TOKENS, BlockId, Dtype, KvLayout};
+use kernels::{BLOCK_TOKENS, BlockId, KvFormat, KvLayout};
 
 use super::*;
 
@@ -19,7 +19,7 @@ fn arena() -> Arc<KvArena> {
 }
 
 fn arena_of(head_dim: usize) -> Arc<KvArena> {
-    let layout = KvLayout { layer_count: 2, kv_head_count: 2, head_dim, dtype: Dtype::F32 };
+    let layout = KvLayout { layer_count: 2, kv_head_count: 2, head_dim, format: KvFormat::F32 };
     KvArena::host(layout, 8).unwrap()
 }
 

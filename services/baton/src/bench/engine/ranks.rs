@@ -107,7 +107,7 @@ fn load(args: &EngineArgs, spec: &RankSpec, rank: &mut CudaRank) -> Result<CudaE
     bar.iter().for_each(indicatif::ProgressBar::finish_and_clear);
     // All ranks have the same GEMM shapes and tune at the same time.
     tune::tune(&mut model, &limits, &args.variant)?;
-    let layout = checkpoint.config().block_layout(args.dtype.kv_dtype());
+    let layout = checkpoint.config().block_layout(args.kv_format());
     let layout = layout.with_heads(layout.kv_head_count / spec.of as usize);
     let kv = DeviceKv::new(&context, layout, limits.blocks)?;
     let arena = KvArena::remote(kv.clone())?;

@@ -60,7 +60,7 @@ const BLOCKS_MAX: u64 = 1 << 24;
 
 #[cfg(test)]
 mod tests {
-    use kernels::Dtype;
+    use kernels::KvFormat;
 
     use super::*;
 
@@ -68,7 +68,7 @@ mod tests {
 
     /// 2 MiB per block, as Llama 3.1 8B in bf16.
     const LAYOUT: KvLayout =
-        KvLayout { layer_count: 32, kv_head_count: 8, head_dim: 128, dtype: Dtype::Bf16 };
+        KvLayout { layer_count: 32, kv_head_count: 8, head_dim: 128, format: KvFormat::Bf16 };
 
     fn room(taken: u64, free: u64, batch: u64) -> KvRoom {
         KvRoom { total: 140 * GIB, taken: taken * GIB, free: free * GIB, batch: batch * GIB }

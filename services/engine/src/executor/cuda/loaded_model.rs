@@ -47,7 +47,7 @@ impl CudaModel {
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Self, CudaExecutorError> {
         let compute = backend.context().device().compute;
-        check_sizes(checkpoint.config(), backend.shard(), (backend.options().weights, compute))?;
+        check_sizes(checkpoint.config(), backend.shard(), (backend.options(), compute))?;
         let largest_step = Limits {
             rows_max: limits.step_tokens as usize,
             sampled_max: limits.samples_max() as usize,
@@ -116,7 +116,11 @@ impl CudaModel {
             total: context.device().memory_bytes,
             taken: context.taken_bytes(),
             free: context.free_bytes()?,
-            batch: DeviceBatch::bytes(&self.backend, &batch_limits(limits, config), &groups) as u64,
+            batch: DeviceBatch::bytes(
+                &self.backend,
+                &batch_limits(limits, config),
+                (layout, &groups),
+            ) as u64,
         };
         kv_blocks(room, share, (layout, &groups), tokens_min)
     }

@@ -8,7 +8,7 @@ use engine::{
     executor::CollectWaker,
     tiers::{JobId, LoadBlock, LoadJob},
 };
-use kernels::{BLOCK_TOKENS, Dtype, KvLayout, arena::RemoteBlocks, offload::BlockOffload};
+use kernels::{BLOCK_TOKENS, KvFormat, KvLayout, arena::RemoteBlocks, offload::BlockOffload};
 
 use super::{
     super::{OpenTiers, TierCopies, open_host},
@@ -17,7 +17,7 @@ use super::{
 
 const WITHIN: Duration = Duration::from_secs(20);
 const LAYOUT: KvLayout =
-    KvLayout { layer_count: 2, kv_head_count: 2, head_dim: 32, dtype: Dtype::F32 };
+    KvLayout { layer_count: 2, kv_head_count: 2, head_dim: 32, format: KvFormat::F32 };
 const BLOCKS: u32 = 150;
 /// Without a reserve, the tests also pass on a machine with little free memory.
 const LIMITS: PinLimits =
