@@ -95,7 +95,8 @@ mod tests {
     }
 
     proptest! {
-        /// The error is at most 1/16 of a value or, for the smallest values, 2^-18 of the greatest.
+        /// The error is at most 1/16 of a value plus the rounding to bf16 or, for the smallest
+        /// values, 2^-17 of the greatest.
         #[test]
         fn errors_are_bounded(
             values in prop::collection::vec(-100.0_f32..100.0, 1..130),

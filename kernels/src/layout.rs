@@ -46,7 +46,7 @@ impl WeightFormat {
         }
     }
 
-    /// Returns the format of KV that is not set to FP8.
+    /// Returns the default format of KV: that of the activations.
     pub fn kv_format(self) -> KvFormat {
         self.dtype().into()
     }
@@ -131,6 +131,13 @@ impl KvFormat {
     pub fn token_bytes(self, head_dim: usize) -> usize {
         let scale_bytes = usize::from(self == KvFormat::Fp8);
         head_dim * self.element_bytes() + scale_bytes
+    }
+}
+
+impl KvFormat {
+    /// Returns whether keys and values of activations of this type can be stored in the format.
+    pub fn fits(self, activations: Dtype) -> bool {
+        self == activations.into() || (self, activations) == (KvFormat::Fp8, Dtype::Bf16)
     }
 }
 

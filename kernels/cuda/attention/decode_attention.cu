@@ -183,8 +183,9 @@ BATON_API int64_t baton_decode_attention_workspace(int32_t sms, int32_t kv_heads
       BATON_TRY(any_device(device));
       sms = device->sm_count;
     }
-    // Two pieces per CTA, and per SM two CTAs of four heads or of the columns of draft tokens.
-    const int64_t heads = group > kMaxGroup ? group : (kv_heads < 4 ? kv_heads : 4) * group;
+    // Two pieces per CTA, and per SM two CTAs of four KV heads or of the columns of draft tokens. The size grows with
+    // every argument: a workspace for the greatest arguments serves all.
+    const int64_t heads = (kv_heads < 4 ? kv_heads : 4) * (group < kMaxGroup ? group : kMaxGroup);
     bytes = int64_t{sms} * 2 * 2 * (heads < kMaxColumns ? kMaxColumns : heads) * (head_dim + 4) * 4;
     return BATON_OK;
   });

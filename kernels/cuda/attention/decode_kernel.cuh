@@ -241,7 +241,8 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
       int64_t block = __shfl_sync(~0u, ahead_ids, ahead_batch);
       int page_begin = (skip + ahead.page + ahead_page) * kPage;
       int left = len - page_begin;
-      if (base - page_begin <= kPage && !waited) {  // a page that the preceding kernel may still be writing
+      // The preceding kernel may still be writing pages from that of the sequence's first query token on.
+      if (base - tokens_before(ahead.row) - page_begin <= kPage && !waited) {
         pdl_wait();
         waited = true;
       }

@@ -490,7 +490,7 @@ typedef struct {
 /* Workspace of attention, allocated once. Two plans in flight need two `pinned_host` (and two of `ints` unless
  * they are on one stream). */
 typedef struct {
-  void *floats; /* device, 128-byte aligned; 256 MiB suffices for all shapes */
+  void *floats; /* device, 128-byte aligned; 288 MiB suffices for all shapes */
   uint64_t float_bytes;
   void *ints; /* device; 8 MiB suffices for all shapes */
   uint64_t int_bytes;

@@ -24,7 +24,7 @@ use crate::{
 
 /// Bytes of FlashInfer's float workspace, for partial results of split sequences. FlashInfer
 /// rejects a plan that needs more.
-const FLOAT_BYTES: usize = 256 << 20;
+const FLOAT_BYTES: usize = 288 << 20;
 /// Bytes of one plan on the device, and of its pinned copy on the host: the size that FlashInfer's
 /// Python API allocates.
 const INT_BYTES: usize = 8 << 20;
@@ -35,8 +35,9 @@ const PLAN_BUFFERS: usize = 4;
 /// Description of [`PLAN_BUFFERS`] in an error.
 const PLANS_ALLOWED: &str = "at most 4";
 
-/// Maximum rows of a step for Baton's decode attention. A larger decode step uses FlashInfer; a
-/// larger step that verifies draft tokens uses the plain kernel.
+/// Maximum rows of a launch of Baton's decode attention. With KV in FP8, a larger step has several
+/// launches. With KV in bf16, a larger decode step uses FlashInfer, and a larger step that verifies
+/// draft tokens the plain kernel.
 const DECODE_ROWS_MAX: usize = 1024;
 /// Maximum query heads per KV head of Baton's decode attention.
 const DECODE_GROUP_MAX: usize = 16;
@@ -50,7 +51,8 @@ const DECODE_HEAD_DIMS: [usize; 3] = [64, 128, 256];
 pub enum AttentionKind {
     /// The fastest kernel that supports step and shape. Steps of up to 1,024 rows that all decode
     /// or verify draft tokens use Baton's decode attention, other steps FlashInfer. The plain
-    /// kernel serves shapes that neither supports, and larger steps that verify draft tokens.
+    /// kernel serves shapes that neither supports, and larger steps that verify draft tokens. With
+    /// KV in FP8, rows of prompts use FlashInfer and other rows Baton's decode attention.
     Auto,
     /// FlashInfer also in decode steps. The plain kernel serves steps that verify draft tokens and
     /// shapes that FlashInfer does not support.
@@ -61,8 +63,8 @@ pub enum AttentionKind {
 }
 
 /// Returns whether attention of these heads can read KV in FP8.
-pub fn supports_fp8_kv(kind: AttentionKind, heads: HeadShape) -> bool {
-    kind == AttentionKind::Auto && DecodeAttention::supports(heads, KvFormat::Fp8)
+pub fn supports_fp8_kv(heads: HeadShape) -> bool {
+    DecodeAttention::supports(heads, KvFormat::Fp8)
 }
 
 /// Operands of one layer's attention.
@@ -106,6 +108,15 @@ struct DecodeAttention {
     /// earlier kernels run. Before its wait it reads only data that are older than the GEMM of
     /// queries, keys and values.
     dependent_launch: bool,
+}
+
+/// Rows of one launch of [`DecodeAttention`].
+struct DecodeRows {
+    sequences: Span<usize>,
+    /// Index of the first row among the rows of its sequence; above 0 only for one sequence.
+    first: usize,
+    /// Rows of every sequence.
+    tokens: usize,
 }
 
 /// Buffers of one plan.
@@ -193,7 +204,7 @@ impl Attention {
             && step.rows() <= DECODE_ROWS_MAX
             && DecodeAttention::supports(attention.heads, step.kv_layout().format)
         {
-            let rows = (whole, step.verified());
+            let rows = DecodeRows { sequences: whole, first: 0, tokens: step.verified().max(1) };
             return decode.run(library, stream, step, rows, attention, addresses);
         }
         let layer = step.layer_in_block(attention.layer);
@@ -214,12 +225,12 @@ impl Attention {
         addresses: AttentionAddresses,
     ) -> Result<(), CudaError> {
         let memory = step.dequantized().expect("a batch with KV in FP8 has memory for bf16");
-        let fits = |count: usize| {
+        let last_is_prompt_that_fits = |count: usize| {
             step.rows_of(count - 1..count).len() > 1
                 && step.pages_of_first(count) <= memory.kv.block_count as usize
         };
         let prompts = match step.verified() {
-            0 => (1..=step.sequences()).take_while(|count| fits(*count)).count(),
+            0 => (1..=step.sequences()).take_while(|it| last_is_prompt_that_fits(*it)).count(),
             _ => 0,
         };
         if prompts > 0 {
@@ -238,17 +249,19 @@ impl Attention {
             self.run_planned(library, stream, step, (prompts, kv), attention, addresses)?;
         }
         let decode = self.decode.as_ref().expect("FP8 was checked when the model was loaded");
-        let run = |sequences: Span<usize>, tokens: usize| {
-            decode.run(library, stream, step, (sequences, tokens), attention, addresses)
-        };
-        let mut first = prompts;
-        while first < step.sequences() {
-            let tokens = step.rows_of(first..first + 1).len();
-            let alike = |next: &usize| step.rows_of(*next..next + 1).len() == tokens;
-            let most = (DECODE_ROWS_MAX / tokens).max(1);
-            let count = (first..step.sequences()).take(most).take_while(alike).count();
-            run(first..first + count, tokens)?;
-            first += count;
+        let row_count = |sequence: usize| step.rows_of(sequence..sequence + 1).len();
+        let mut begin = prompts;
+        while begin < step.sequences() {
+            let rows = row_count(begin);
+            let sequences_max = (DECODE_ROWS_MAX / rows).max(1);
+            let equal = (begin..step.sequences()).take_while(|it| row_count(*it) == rows);
+            let end = begin + equal.take(sequences_max).count();
+            for first in (0..rows).step_by(DECODE_ROWS_MAX) {
+                let tokens = (rows - first).min(DECODE_ROWS_MAX);
+                let rows = DecodeRows { sequences: begin..end, first, tokens };
+                decode.run(library, stream, step, rows, attention, addresses)?;
+            }
+            begin = end;
         }
         Ok(())
     }
@@ -276,7 +289,6 @@ impl Attention {
         let batch = step.host_batch(sequences);
         let rows = batch.rows;
         let index = self.plan_index(library, stream, step, (shape, batch))?;
-        let shape = self.plans[index].shape;
         let planned = &self.plans[index];
         let workspace = self.workspace(planned.buffer);
         let AttentionAddresses { queries, query_stride, sinks, out } = addresses;
@@ -417,25 +429,23 @@ impl DecodeAttention {
             && heads.query_heads / heads.kv_heads <= DECODE_GROUP_MAX
     }
 
-    /// Launches the attention of some sequences, which have `tokens` rows each. 0 stands for 1.
     fn run(
         &self,
         library: &KernelLibrary,
         stream: &Stream<Compute>,
         step: &CudaStep,
-        (sequences, tokens): (Span<usize>, usize),
+        DecodeRows { sequences, first, tokens }: DecodeRows,
         attention: LayerAttention,
         AttentionAddresses { queries, query_stride, sinks, out }: AttentionAddresses,
     ) -> Result<(), CudaError> {
         let LayerAttention { layer, heads, scale, window } = attention;
-        let first_row = step.rows_of(sequences.clone()).start as u64;
-        let element = Dtype::Bf16.bytes() as u64;
-        let row = |width: usize| first_row * width as u64 * element;
-        let of_sequence = sequences.start as u64 * size_of::<i32>() as u64;
+        let first_row = step.rows_of(sequences.clone()).start + first;
+        let row_offset = |width: usize| (first_row * width * Dtype::Bf16.bytes()) as u64;
+        let int_offset = |index: usize| (index * size_of::<i32>()) as u64;
         let addresses = step.layer_addresses(layer);
         let arrays = step.layer_arrays(layer);
         let args = ffi::DecodeAttentionArgs {
-            q: queries + row(query_stride),
+            q: queries + row_offset(query_stride),
             q_stride: query_stride as i64,
             k: addresses.keys,
             v: addresses.values,
@@ -443,10 +453,10 @@ impl DecodeAttention {
             stride_head: addresses.head_stride,
             stride_token: addresses.token_stride,
             pages: arrays.page_indices,
-            page_indptr: arrays.page_indptr + of_sequence,
-            kv_len: arrays.kv_lengths + of_sequence,
-            positions: arrays.row_positions + first_row * size_of::<i32>() as u64,
-            out: out + row(heads.query_width()),
+            page_indptr: arrays.page_indptr + int_offset(sequences.start),
+            kv_len: arrays.kv_lengths + int_offset(sequences.start),
+            positions: arrays.row_positions + int_offset(first_row),
+            out: out + row_offset(heads.query_width()),
             out_stride: heads.query_width() as i64,
             partial: self.partial.address(),
             counters: self.counters.address(),

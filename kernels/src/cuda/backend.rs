@@ -906,6 +906,7 @@ impl CudaBackend {
             "the KV layout ({layout}) differs from the layer's heads {shape:?}"
         );
         assert_eq!(self.options.kv, layout.format, "the KV blocks have the backend's format");
+        assert!(layout.format.fits(qkv.dtype), "types of activations and KV differ");
     }
 }
 

@@ -201,6 +201,9 @@ impl Range {
 
     /// Enqueues a memset of every byte.
     pub fn fill<R: StreamRole>(&self, byte: u8, stream: &Stream<R>) -> Result<(), CudaError> {
+        if self.bytes == 0 {
+            return Ok(());
+        }
         // SAFETY: the range keeps its allocation alive, and freeing the allocation waits for this
         // memset.
         unsafe { result::memset_d8_async(self.address(), byte, self.bytes, stream.raw()) }

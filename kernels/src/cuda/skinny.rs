@@ -100,8 +100,8 @@ impl CudaBackend {
         let &HeadWeights { frequencies, bias, .. } = weights;
         let (addresses, arrays) = (step.layer_addresses(layer), &step.layer_arrays(layer));
         let epilogue = Epilogue::Heads { shape, bias, frequencies, addresses, arrays };
-        // A tile must not span two heads. It has not all elements of a head, so it cannot find the
-        // scale of KV in FP8.
+        // A tile must not span two heads. It lacks some elements of a head, so it cannot compute the
+        // scales of KV in FP8.
         let is_served = weights.norms.is_none()
             && step.kv_layout().format != KvFormat::Fp8
             && frequencies.len * 2 == shape.head_dim

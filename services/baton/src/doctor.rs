@@ -13,7 +13,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 use engine::defaults::{self, DerivedSetting, ModelSizes, NodeDevice, NodeTraits, SetValues};
 use kernels::{
-    KvFormat, WeightFormat,
+    WeightFormat,
     cuda::{
         Context, CopySubmission, CudaError, Device, Driver, KernelLibrary, Link as Way, LinkRate,
         has_cublaslt, has_nccl, pull_rate,
@@ -25,7 +25,7 @@ use self::{
     model::{ModelReport, OpenedModel},
     pairs::PairReport,
 };
-use crate::bench::engine::{parse_dtype, parse_kv_dtype};
+use crate::bench::engine::{KvSetting, parse_dtype, parse_kv_dtype};
 
 #[derive(Args, Clone)]
 pub struct KernelsArg {
@@ -52,9 +52,9 @@ pub struct DoctorArgs {
     /// Number format of the model's weights: f32, bf16, q8 (CPUs) or fp8 (GPUs).
     #[arg(long, value_parser = parse_dtype, default_value = "bf16", env = "BATON_MODEL_DTYPE")]
     dtype: WeightFormat,
-    /// Number format of KV for `--model`: bf16 or fp8 [default: f32 with --dtype f32, else bf16].
-    #[arg(long, value_parser = parse_kv_dtype, env = "BATON_MODEL_KV_DTYPE")]
-    kv_dtype: Option<KvFormat>,
+    /// Number format of KV for `--model`: auto (f32 with --dtype f32, else bf16), bf16 or fp8.
+    #[arg(long, value_parser = parse_kv_dtype, default_value = "auto", env = "BATON_MODEL_KV_DTYPE")]
+    kv_dtype: KvSetting,
     /// Addresses of the metrics of running nodes, such as 10.0.0.1:9090: reports the transport and
     /// the measured rate of KV for each pair of nodes.
     #[arg(long, value_name = "HOST:PORT", value_delimiter = ',')]

@@ -79,7 +79,7 @@ impl Config {
         let Model { dtype, kv_dtype, .. } = self.model;
         if dtype == Dtype::F32 && kv_dtype != KvDtype::Auto {
             conflicts.push(format!(
-                "{} = {kv_dtype} with {} = f32: KV has the format of the activations; expected auto",
+                "cannot use {} = {kv_dtype} with {} = f32; expected auto",
                 self.at("model.kv_dtype"),
                 self.at("model.dtype"),
             ));

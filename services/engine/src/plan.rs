@@ -40,7 +40,8 @@ pub struct StepPlan {
     pub admitted: Vec<AdmittedRow>,
     /// Blocks appended to the tables of occupants; at most one entry for each slot.
     pub extended: Vec<(Slot, Vec<BlockId>)>,
-    /// Rows of this forward pass; none only in a plan that releases slots.
+    /// Rows of this forward pass, those of several tokens first; none only in a plan that releases
+    /// slots.
     pub rows: Vec<RowPlan>,
     /// Whether rows with a grammar sample. Then sampling waits for
     /// [`supply`](crate::executor::Executor::supply).

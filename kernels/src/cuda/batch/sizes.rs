@@ -54,8 +54,8 @@ pub(super) fn lay_out(
 
 /// Byte sizes of the arrays of pool and step, in the order of their structs.
 pub(super) struct BatchArraySizes {
-    pool: [usize; 7],
-    step: [usize; 16],
+    pool: [usize; Self::POOL],
+    step: [usize; Self::STEP],
     /// Pages and KV of [`DequantizedKv`].
     dequantized: [usize; 2],
     table_width: usize,
@@ -68,8 +68,10 @@ fn dequantized_layout(layout: KvLayout) -> KvLayout {
 }
 
 impl BatchArraySizes {
+    const POOL: usize = 7;
+    const STEP: usize = 16;
     /// Index of the list of [`DequantizedKv`]'s pages among all arrays.
-    pub(super) const DEQUANTIZED_PAGES: usize = 23;
+    pub(super) const DEQUANTIZED_PAGES: usize = Self::POOL + Self::STEP;
 
     pub(super) fn of(limits: &BatchLimits, (layout, groups): (KvLayout, &KvGroups)) -> Self {
         let (slots, rows) = (limits.slots as usize, limits.rows as usize);

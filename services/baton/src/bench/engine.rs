@@ -70,9 +70,9 @@ pub struct EngineArgs {
     /// Number format of the weights: f32, bf16, q8 (CPUs) or fp8 (GPUs).
     #[arg(long, default_value = "bf16", value_parser = parse_dtype)]
     dtype: WeightFormat,
-    /// Number format of KV: bf16 or fp8 [default: f32 with --dtype f32, else bf16].
-    #[arg(long, value_parser = parse_kv_dtype)]
-    kv_dtype: Option<KvFormat>,
+    /// Number format of KV: auto (f32 with --dtype f32, else bf16), bf16 or fp8.
+    #[arg(long, value_parser = parse_kv_dtype, default_value = "auto")]
+    kv_dtype: KvSetting,
     /// Compute threads on a CPU [default: one for each CPU that the process may use].
     #[arg(long)]
     threads: Option<usize>,
@@ -166,11 +166,15 @@ pub fn parse_dtype(text: &str) -> Result<WeightFormat, String> {
     }
 }
 
-pub fn parse_kv_dtype(text: &str) -> Result<KvFormat, String> {
+/// Format of KV; `None` is auto.
+pub type KvSetting = Option<KvFormat>;
+
+pub fn parse_kv_dtype(text: &str) -> Result<KvSetting, String> {
     match text {
-        "bf16" => Ok(KvFormat::Bf16),
-        "fp8" => Ok(KvFormat::Fp8),
-        _ => Err("expected bf16 or fp8".to_owned()),
+        "auto" => Ok(None),
+        "bf16" => Ok(Some(KvFormat::Bf16)),
+        "fp8" => Ok(Some(KvFormat::Fp8)),
+        _ => Err("expected auto, bf16 or fp8".to_owned()),
     }
 }
 
@@ -183,6 +187,12 @@ fn parse_load_format(text: &str) -> Result<LoadFormat, String> {
 }
 
 pub fn run(args: EngineArgs) -> Result<()> {
+    ensure!(
+        args.kv_format().fits(args.dtype.dtype()),
+        "cannot use --kv-dtype {} with --dtype {}; expected auto",
+        args.kv_format(),
+        args.dtype
+    );
     ensure!(
         args.batch.iter().all(|batch| (1..=1024).contains(batch)),
         "invalid --batch: {:?}; expected 1 to 1024",
@@ -312,7 +322,10 @@ impl EngineBench {
         let bandwidth = parts.iter().find(|part| part.what == "bandwidth");
         let report = EngineReport {
             model: args.model.clone(),
-            dtype: args.dtype.to_string(),
+            dtype: match args.kv_dtype {
+                None => args.dtype.to_string(),
+                Some(kv) => format!("{}, KV {kv}", args.dtype),
+            },
             isa,
             threads,
             load_s: load.as_secs_f64() - bandwidth.map_or(0.0, |part| part.seconds),

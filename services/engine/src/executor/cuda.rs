@@ -28,10 +28,10 @@ use kernels::{
     arena::{StreamAccess, StreamStep},
     backend::{ExpertLoad, HeadShape, NormSpan},
     cuda::{
-        Admission, BatchLimits, CudaBackend, CudaError, CudaFrame, CudaOptions, CudaStep,
-        DeviceBatch, DeviceClock, DeviceKv, Drafts, EXPERT_GROUPS_MAX, EXPERTS_CHOSEN_MAX,
-        EXPERTS_MAX, Event, Extension, Finished, GemmShape, KnownDrafts, SampleOutcome, StepInput,
-        StreamDelays, row_steps, supports_fp8_kv,
+        Admission, AttentionKind, BatchLimits, CudaBackend, CudaError, CudaFrame, CudaOptions,
+        CudaStep, DeviceBatch, DeviceClock, DeviceKv, Drafts, EXPERT_GROUPS_MAX,
+        EXPERTS_CHOSEN_MAX, EXPERTS_MAX, Event, Extension, Finished, GemmShape, KnownDrafts,
+        SampleOutcome, StepInput, StreamDelays, row_steps, supports_fp8_kv,
     },
     mxfp4::GROUP as MXFP4_GROUP,
     sampling::{Pooling, STOP_TOKENS_MAX},
@@ -723,16 +723,18 @@ fn check_kv_format(
     options: &CudaOptions,
     compute: u32,
 ) -> Result<(), CudaExecutorError> {
-    if options.kv != KvFormat::Fp8 {
+    let (what, value, allowed) = if !options.kv.fits(options.weights.dtype()) {
+        let what = "model.kv_dtype";
+        (what, format!("{} with model.dtype = \"{}\"", options.kv, options.weights), "auto")
+    } else if options.kv != KvFormat::Fp8 {
         return Ok(());
-    }
-    let (what, value, allowed) = if options.weights.dtype() == Dtype::F32 {
-        let what = "model.dtype with model.kv_dtype = \"fp8\"";
-        (what, options.weights.to_string(), "bf16 or fp8")
-    } else if compute < 89 {
+    } else if compute < 90 {
         let what = "the compute capability of a GPU with model.kv_dtype = \"fp8\"";
-        (what, format!("{}.{}", compute / 10, compute % 10), "8.9 or later")
-    } else if !supports_fp8_kv(options.attention, heads) {
+        (what, format!("{}.{}", compute / 10, compute % 10), "9.0 or later")
+    } else if options.attention != AttentionKind::Auto {
+        let what = "the attention kernel with model.kv_dtype = \"fp8\"";
+        (what, format!("{:?}", options.attention).to_lowercase(), "auto")
+    } else if !supports_fp8_kv(heads) {
         let HeadShape { query_heads, kv_heads, head_dim } = heads;
         let what = "the model's attention with model.kv_dtype = \"fp8\"";
         let value = format!("{query_heads} query heads and {kv_heads} KV heads of {head_dim}");
@@ -819,8 +821,8 @@ mod tests {
         assert_eq!(refusal(16, 64, WeightFormat::Bf16, 90), "");
         assert_eq!(refusal(1, 256, WeightFormat::Fp8, 90), "");
         for (heads, head_dim, weights, compute, expected) in [
-            (4, 64, WeightFormat::F32, 90, "model.kv_dtype = \"fp8\" is f32; expected bf16 or fp8"),
-            (4, 64, WeightFormat::Bf16, 80, "\"fp8\" is 8.0; expected 8.9 or later"),
+            (4, 64, WeightFormat::F32, 90, "fp8 with model.dtype = \"f32\"; expected auto"),
+            (4, 64, WeightFormat::Bf16, 89, "\"fp8\" is 8.9; expected 9.0 or later"),
             (17, 64, WeightFormat::Bf16, 90, "17 query heads and 1 KV heads of 64; expected heads"),
             (4, 96, WeightFormat::Bf16, 90, "4 query heads and 1 KV heads of 96; expected heads"),
         ] {

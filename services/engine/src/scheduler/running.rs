@@ -39,8 +39,8 @@ struct PlanBuilder {
 }
 
 impl PlanBuilder {
-    /// Moves the rows of several tokens to the front: GPUs compute them by another kernel than rows
-    /// of one token if the KV is in FP8, and each kernel takes consecutive rows.
+    /// Moves the rows of several tokens to the front. With KV in FP8, the executor of GPUs computes
+    /// attention of these rows and of the others by two kernels, and each takes consecutive rows.
     fn order_rows(&mut self) {
         let is_single = |row: &RowPlan| row.token_count == 1;
         if self.plan.rows.is_sorted_by_key(is_single) {
@@ -50,6 +50,9 @@ impl PlanBuilder {
         let mut rows: Vec<_> = rows.zip(std::mem::take(&mut self.sequences)).collect();
         rows.sort_by_key(|(row, _)| is_single(row));
         (self.plan.rows, self.sequences) = rows.into_iter().unzip();
+        if self.masks.is_empty() {
+            return;
+        }
         let places = self.sequences.iter().enumerate().map(|(place, &id)| (id, place));
         let places: HashMap<SequenceId, usize> = places.collect();
         self.masks.sort_by_key(|mask| places[&mask.id]);
