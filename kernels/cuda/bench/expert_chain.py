@@ -1,5 +1,5 @@
-"""Measures layers of Qwen3-30B-A3B sizes in FP8 in one CUDA graph, for one or more builds of the library in turn: quantization, QKV,
-rope + KV store, attention, quantization, O + residual, router, the GEMMs of the experts, and the sum of the experts + norm. Omits
+"""Measures layers of Qwen3-30B-A3B sizes in FP8 in one CUDA graph, for one or more builds of the library in turn: QKV, rope + KV
+store, attention, quantization, O + residual, router, the GEMMs of the experts, and the sum of the experts + norm + quantization. Omits
 embedding, head and sampling. Compares the residual stream of each build with that of the first.
 
 Arguments: builds as LABEL=PATH; --rows: numbers of rows, separated by commas; --layers: number of layers; --trace: also prints the
@@ -89,10 +89,12 @@ class Step:
         self.activated, self.factors = new(rows * CHOSEN, INNER), floats(rows * CHOSEN, self.factor_stride)
         self.outputs = new(rows, CHOSEN, HIDDEN)
 
-    def gemm(self, weight, weight_scales, x, epilogue, **more):
+    def quantize(self, x):
+        self.library.call("quantize", fill(QuantizeArgs, x=x, x_stride=x.shape[1], out=self.quantized, scales=self.quantized_scales,
+                                           rows=self.rows, width=x.shape[1], parts=self.parts))
+
+    def gemm(self, weight, weight_scales, epilogue, **more):
         (n, depth), rows = weight.shape, self.rows
-        self.library.call("quantize", fill(QuantizeArgs, x=x, x_stride=depth, out=self.quantized, scales=self.quantized_scales, rows=rows,
-                                           width=depth, parts=self.parts))
         args = fill(SkinnyArgs, weight=weight, weight_scales=weight_scales, x=self.quantized, x_scales=self.quantized_scales, x_stride=depth,
                     rows=rows, n=n, depth=depth, epilogue=epilogue, pdl=1, parts=self.parts, **more)
         self.library.call("skinny_gemm", args)
@@ -113,15 +115,17 @@ class Step:
                                  weight_scales_stride=HIDDEN, x=self.activated, x_stride=INNER, out=self.outputs, out_stride=HIDDEN,
                                  n=HIDDEN, depth=INNER, **shared))
         call("combine_experts", fill(CombineArgs, outputs=self.outputs, weights=self.weights, residual=self.residual, norm=next_norm,
-                                     out=self.normed, eps=EPS, count=CHOSEN, rows=rows, width=HIDDEN))
+                                     out=self.normed, quantized=self.quantized, scales=self.quantized_scales, eps=EPS, count=CHOSEN,
+                                     rows=rows, width=HIDDEN, parts=self.parts))
 
     def run(self):
         rows, call = self.rows, self.library.call
         self.library.raw.baton_programmatic_launch(1)
         self.residual.copy_(self.start)
         call("rms_norm", 1, self.residual, self.layers[0].norm, ctypes.c_float(EPS), self.normed, rows, HIDDEN)
+        self.quantize(self.normed)
         for index, layer in enumerate(self.layers):
-            self.gemm(layer.qkv, layer.qkv_scales, self.normed, PLAIN, out=self.qkv, out_stride=QKV_WIDTH)
+            self.gemm(layer.qkv, layer.qkv_scales, PLAIN, out=self.qkv, out_stride=QKV_WIDTH)
             call("rope_store_kv", self.kv_args, fill(
                 RopeArgs, qkv=self.qkv, queries=self.qkv, query_stride=QKV_WIDTH, query_norm=layer.query_norm, key_norm=layer.key_norm,
                 frequencies=self.frequencies, positions=self.positions, destinations=self.destinations, norm_eps=EPS, query_heads=HEADS,
@@ -132,7 +136,8 @@ class Step:
                 stride_token=kv.stride(4), pages=self.table, page_indptr=self.page_indptr, kv_len=self.lengths, out=self.attended,
                 out_stride=QUERY_WIDTH, partial=self.partial, counters=self.counters, rows=rows, kv_heads=KV_HEADS,
                 group=HEADS // KV_HEADS, head_dim=DIM, scale=1 / math.sqrt(DIM), pdl=1, kv_dtype=BF16))
-            tile = self.gemm(layer.o, layer.o_scales, self.attended, RESIDUAL, residual=self.residual, mirror=self.normed,
+            self.quantize(self.attended)
+            tile = self.gemm(layer.o, layer.o_scales, RESIDUAL, residual=self.residual, mirror=self.normed,
                              next_norm=layer.ffn_norm, squares_out=self.squares)
             self.experts(layer, self.layers[(index + 1) % len(self.layers)].norm, (HIDDEN + tile - 1) // tile)
 
@@ -148,7 +153,7 @@ def print_trace(graph, layers, replays=5):
         recorded.export_chrome_trace(file.name)
         events = [e for e in json.load(open(file.name))["traceEvents"] if e.get("cat") == "kernel"]
     events.sort(key=lambda e: e["ts"])
-    of_replay, of_layer = len(events) // replays, 10
+    of_replay, of_layer = len(events) // replays, 9
     durations, own = [[] for _ in range(of_layer)], [[] for _ in range(of_layer)]
     end = lambda e: e["ts"] + e["dur"]
     for replay in range(replays):

@@ -114,13 +114,15 @@ typedef struct {
  * on the other rows. BATON_UNSUPPORTED except on compute capability 9.0. */
 BATON_API int32_t baton_mxfp4_gemm(const baton_mxfp4_gemm_args *args, void *stream);
 
-/* 88 bytes. */
+/* 112 bytes. */
 typedef struct {
   const void *outputs;  /* bf16 [rows][count][width]: the experts' outputs */
   const float *weights; /* [rows][count] */
   float *residual;      /* null, or f32 [rows][width] */
   const float *norm;    /* with residual: the weight of its norm */
   void *out;            /* bf16 [rows][width] */
+  void *quantized;      /* null, or with residual: `out` in FP8 too, as in baton_quantize_args.out */
+  float *scales;        /* with quantized: as in baton_quantize_args */
   const void *shared;   /* null, or bf16 [rows][width]: the shared expert's outputs */
   const void *shared_router; /* null: the weight of `shared` is 1; else bf16 [width]: sigmoid(x * shared_router) */
   const void *x;        /* bf16 [rows][x_stride]: the inputs of shared_router; may be `out` */
@@ -129,6 +131,8 @@ typedef struct {
   int32_t count;
   int32_t rows;
   int32_t width; /* a multiple of 8 */
+  int32_t parts; /* with quantized: as in baton_quantize_args */
+  int32_t reserved;
 } baton_combine_args;
 
 /* Adds the outputs times their weights in f32, in the order of the slots, the shared expert last. With `residual`, the

@@ -331,18 +331,6 @@ __device__ __forceinline__ void store_to(int cta, const void* address, float val
       : "memory");
 }
 
-// Converts eight elements to two parts in FP8.
-__device__ __forceinline__ void split_eight(const float (&values)[8], float inverse, uint2& high, uint2& low) {
-  uint32_t highs[4], lows[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const Fp8Pair pair = split_pair(values[2 * i] * inverse, values[2 * i + 1] * inverse);
-    highs[i] = pair.high, lows[i] = pair.low;
-  }
-  high = make_uint2(highs[0] | highs[1] << 16, highs[2] | highs[3] << 16);
-  low = make_uint2(lows[0] | lows[1] << 16, lows[2] | lows[3] << 16);
-}
-
 // ---- Few rows: the warps of a CTA that do not compute logits ----
 
 // Computes the scales of the norms of the cluster's rows of x.
@@ -579,7 +567,7 @@ __device__ float shared_weight(const baton_combine_args& p, int64_t row, float* 
 // One CTA per row; a thread holds ITEMS groups of 8, `blockDim.x` groups apart.
 template <int ITEMS, bool NORM>
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ baton_combine_args p) {
-  __shared__ float of_norm[WARP], of_router[WARP], slot_weights[BATON_EXPERTS_CHOSEN_MAX];
+  __shared__ float of_norm[WARP], of_router[WARP], mosts[WARP], slot_weights[BATON_EXPERTS_CHOSEN_MAX];
   const int64_t row = blockIdx.x;
   const bf16* outputs = static_cast<const bf16*>(p.outputs) + row * p.count * p.width;
   float* residual = p.residual + row * p.width;
@@ -603,7 +591,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   __syncthreads();
   pdl_wait_and_release();
   const float weight_of_shared = p.shared ? shared_weight(p, row, of_router) : 0.f;
-  float sum = 0.f;
+  float sum = 0.f, most = 0.f;
 #pragma unroll
   for (int item = 0; item < ITEMS; ++item) {
     const int at = (item * blockDim.x + threadIdx.x) * 8;
@@ -623,6 +611,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
       for (int i = 0; i < 8; ++i) {
         values[item][i] += mixed[i];
         sum += values[item][i] * values[item][i];
+        most = fmaxf(most, fabsf(values[item][i] * factors[item][i]));
       }
       store8(residual + at, values[item]);
     } else {
@@ -630,7 +619,15 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
     }
   }
   if constexpr (NORM) {
+    most = warp_max(most);
+    if (threadIdx.x % WARP == 0) mosts[threadIdx.x / WARP] = most;
     const float scale = 1.f / sqrtf(block_sum(sum, of_norm) / static_cast<float>(p.width) + p.eps);
+    Fp8Factor factor = {};
+    if (p.quantized) {
+      most = warp_max(threadIdx.x % WARP < blockDim.x / WARP ? mosts[threadIdx.x % WARP] : 0.f) * scale;
+      factor = p.parts == 2 ? split_factor(most) : whole_factor(most);
+      if (threadIdx.x == 0) p.scales[row] = factor.scale;
+    }
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       const int at = (item * blockDim.x + threadIdx.x) * 8;
@@ -638,6 +635,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
 #pragma unroll
       for (int i = 0; i < 8; ++i) values[item][i] = values[item][i] * scale * factors[item][i];
       store8(out + at, values[item]);
+      if (p.quantized) store_parts(p.quantized, p.parts, blockIdx.x, p.width, at, values[item], factor.inverse);
     }
   }
 }
@@ -734,6 +732,8 @@ BATON_API int32_t baton_combine_experts(const baton_combine_args* args, void* st
     BATON_REQUIRE(p.count > 0 && p.count <= BATON_EXPERTS_CHOSEN_MAX, "count is %d; expected 1 to %d", p.count,
                   BATON_EXPERTS_CHOSEN_MAX);
     BATON_REQUIRE(p.outputs && p.weights && p.out && (!p.residual || p.norm), "outputs, weights, out or norm is null");
+    BATON_REQUIRE(!p.quantized || (p.residual && p.scales && (p.parts == 1 || p.parts == 2)),
+                  "residual or scales is null, or parts is %d; expected 1 or 2", p.parts);
     BATON_REQUIRE(!p.shared_router || (p.shared && p.x && p.x_stride >= p.width && p.x_stride % 8 == 0),
                   "shared or x is null, or x_stride is %lld; expected multiples of 8 from the width, %d, on",
                   static_cast<long long>(p.x_stride), p.width);

@@ -28,7 +28,7 @@ static_assert(sizeof(baton_group) == 96 && sizeof(baton_all_reduce_args) == 56 &
 static_assert(sizeof(baton_route_args) == 13 * 8 + 12 * 4);
 static_assert(sizeof(baton_expert_gemm_args) == 12 * 8 + 10 * 4);
 static_assert(sizeof(baton_mxfp4_gemm_args) == 12 * 8 + 10 * 4);
-static_assert(sizeof(baton_combine_args) == 9 * 8 + 4 * 4);
+static_assert(sizeof(baton_combine_args) == 11 * 8 + 6 * 4);
 
 namespace baton {
 

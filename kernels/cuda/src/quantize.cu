@@ -41,25 +41,6 @@ __device__ __forceinline__ void load_source(const baton_quantize_args& p, int at
   }
 }
 
-// Converts eight elements and stores them. With two parts, the low parts go behind the eight rows of high parts.
-__device__ __forceinline__ void store_parts(const baton_quantize_args& p, int at, const float (&values)[8],
-                                            float inverse) {
-  uint32_t high[4], low[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const Fp8Pair pair = split_pair(values[2 * i] * inverse, values[2 * i + 1] * inverse);
-    high[i] = pair.high, low[i] = pair.low;
-  }
-  const int row = blockIdx.x;
-  const int64_t place = p.parts == 2 ? row / 8 * 16 + row % 8 : row;
-  uint8_t* to = static_cast<uint8_t*>(p.out) + place * p.width + at;
-  *reinterpret_cast<uint2*>(to) = make_uint2(high[0] | high[1] << 16, high[2] | high[3] << 16);
-  if (p.parts == 2) {
-    to += static_cast<int64_t>(8) * p.width;
-    *reinterpret_cast<uint2*>(to) = make_uint2(low[0] | low[1] << 16, low[2] | low[3] << 16);
-  }
-}
-
 // One CTA per row; a thread holds ITEMS groups of 8, `blockDim.x` groups apart.
 template <int SOURCE, int ITEMS>
 __global__ void __launch_bounds__(THREADS_MOST) quantize_kernel(const __grid_constant__ baton_quantize_args p) {
@@ -105,7 +86,7 @@ __global__ void __launch_bounds__(THREADS_MOST) quantize_kernel(const __grid_con
 #pragma unroll
     for (int i = 0; i < 8; ++i) values[item][i] *= norm_scale;
     if (p.mirror) store8(static_cast<bf16*>(p.mirror) + static_cast<int64_t>(blockIdx.x) * p.width + at, values[item]);
-    store_parts(p, at, values[item], factor.inverse);
+    store_parts(p.out, p.parts, blockIdx.x, p.width, at, values[item], factor.inverse);
   }
 }
 

@@ -36,4 +36,28 @@ __device__ __forceinline__ Fp8Pair split_pair(float a, float b) {
   return {high, __nv_cvt_float2_to_fp8x2(rest, __NV_SATFINITE, __NV_E4M3)};
 }
 
+// Converts eight elements to two parts in FP8.
+__device__ __forceinline__ void split_eight(const float (&values)[8], float inverse, uint2& high, uint2& low) {
+  uint32_t highs[4], lows[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const Fp8Pair pair = split_pair(values[2 * i] * inverse, values[2 * i + 1] * inverse);
+    highs[i] = pair.high, lows[i] = pair.low;
+  }
+  high = make_uint2(highs[0] | highs[1] << 16, highs[2] | highs[3] << 16);
+  low = make_uint2(lows[0] | lows[1] << 16, lows[2] | lows[3] << 16);
+}
+
+// Stores elements `at` to `at` + 7 of a row in FP8, in the form of baton_quantize_args.out: with two parts, the low
+// parts are behind the high parts of eight rows.
+__device__ __forceinline__ void store_parts(void* out, int parts, int row, int width, int at, const float (&values)[8],
+                                            float inverse) {
+  uint2 high, low;
+  split_eight(values, inverse, high, low);
+  const int64_t place = parts == 2 ? row / 8 * 16 + row % 8 : row;
+  uint8_t* to = static_cast<uint8_t*>(out) + place * width + at;
+  *reinterpret_cast<uint2*>(to) = high;
+  if (parts == 2) *reinterpret_cast<uint2*>(to + static_cast<int64_t>(8) * width) = low;
+}
+
 }  // namespace baton

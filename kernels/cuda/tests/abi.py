@@ -77,8 +77,8 @@ ExpertGemmArgs = struct("ExpertGemmArgs", weight=P, weight_stride=I64, x=P, x_st
 Mxfp4GemmArgs = struct("Mxfp4GemmArgs", weight=P, weight_stride=I64, bias=P, bias_stride=I64, x=P, x_stride=I64, scales=P,
                        out=P, out_stride=I64, offsets=P, order=P, sorted=P, rows=I32, experts=I32, count=I32, n=I32, depth=I32,
                        is_gate_up=I32, grid=I32, pdl=I32, alpha=F32, limit=F32)
-CombineArgs = struct("CombineArgs", outputs=P, weights=P, residual=P, norm=P, out=P, shared=P, shared_router=P, x=P,
-                     x_stride=I64, eps=F32, count=I32, rows=I32, width=I32)
+CombineArgs = struct("CombineArgs", outputs=P, weights=P, residual=P, norm=P, out=P, quantized=P, scales=P, shared=P,
+                     shared_router=P, x=P, x_stride=I64, eps=F32, count=I32, rows=I32, width=I32, parts=I32, reserved=I32)
 NEEDS_DRAW, NEEDS_CUT, NEEDS_LOGPROBS, NEEDS_PENALTIES, NEEDS_RULES, NEEDS_ALL = 1, 2, 4, 8, 16, 31
 STRUCTS = [QuantizeArgs, Kv, RopeArgs, Sampling, Slot, Pool, PlanHeader, PlanSequence, PlanAdmission, PlanRun, Step, Shape, Batch,
            Workspace, AttentionPlan, SampleResult, TokenLogprob, SampleArgs, LowRank, SkinnyArgs, DecodeArgs, Group,

@@ -328,6 +328,10 @@ impl CudaBackend {
             assert!(buffer.width == width && weight.len == width, "experts: widths differ");
             args.residual = buffer.data.part(0, buffer.bytes(rows));
             (args.norm, args.eps) = (weight.data.address(), eps);
+            if let Some(quantized) = self.quantized_output(rows, out) {
+                (args.quantized, args.scales) = (quantized.data, quantized.scales);
+                args.parts = quantized.parts as i32;
+            }
         }
         self.run(|library, stream| {
             // SAFETY: the ranges have the rows and widths checked above. The kernel reads the weights

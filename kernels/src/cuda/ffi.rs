@@ -541,6 +541,8 @@ structs! {
         pub residual: Address,
         pub norm: Address,
         pub out: Address,
+        pub quantized: Address,
+        pub scales: Address,
         pub shared: Address,
         pub shared_router: Address,
         pub x: Address,
@@ -549,6 +551,8 @@ structs! {
         pub count: i32,
         pub rows: i32,
         pub width: i32,
+        pub parts: i32,
+        pub reserved: i32,
     }
 }
 

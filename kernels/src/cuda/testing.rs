@@ -92,6 +92,7 @@ impl CudaBackend {
     /// Writes the first rows of a buffer.
     pub fn write(&self, buffer: &mut CudaBuffer, values: &[f32]) -> Result<(), CudaError> {
         self.compute().synchronize()?;
+        buffer.forget();
         for (row, values) in values.chunks(buffer.width).enumerate() {
             let offset = buffer.bytes(row);
             match buffer.dtype {

@@ -6,7 +6,7 @@ use super::{CudaBackend, wide};
 use crate::{
     cuda::{
         buffer::{CudaBuffer, CudaVector, DeferredNorm, QuantizedAs},
-        ffi,
+        ffi::{self, Address},
         library::KernelLibrary,
         memory::Range,
     },
@@ -31,6 +31,13 @@ pub(in crate::cuda) struct QuantizedRows {
     pub scales: Range,
     /// Number of quantizations so far.
     pub turn: Cell<u64>,
+}
+
+/// Destination of the rows of a buffer in FP8, which a kernel writes beside those in bf16.
+pub(in crate::cuda) struct QuantizedOutput {
+    pub data: Address,
+    pub scales: Address,
+    pub parts: usize,
 }
 
 /// Source of rows that are quantized.
@@ -115,6 +122,37 @@ impl CudaBackend {
         self.quantize_into(rows, Source::Gated(gate_up), out, is_mirrored)
     }
 
+    /// Returns the parts of each element with which rows of `out` can be quantized.
+    fn fitting_parts(&self, rows: usize, out: &CudaBuffer) -> Option<usize> {
+        // Only matrices whose columns are a multiple of 16 are stored in FP8. The GEMM of another
+        // matrix needs the rows in bf16.
+        let is_fitting = out.stride == out.width && out.width.is_multiple_of(16);
+        self.parts_of(rows).filter(|_| out.dtype == Dtype::Bf16 && is_fitting)
+    }
+
+    /// Returns the FP8 destination of the next kernel, which writes the rows of `out`, or `None` if
+    /// they are in bf16 only.
+    pub(in crate::cuda) fn quantized_output(
+        &self,
+        rows: usize,
+        out: &CudaBuffer,
+    ) -> Option<QuantizedOutput> {
+        let parts = self.fitting_parts(rows, out)?;
+        let (data, scales, turn) = self.next_quantized(rows, out.width, parts);
+        out.quantized.set(Some(QuantizedAs { turn, parts, is_mirrored: true }));
+        Some(QuantizedOutput { data, scales, parts })
+    }
+
+    /// Returns addresses of FP8 rows and of their scales, and the number of quantizations with
+    /// this one.
+    fn next_quantized(&self, rows: usize, width: usize, parts: usize) -> (Address, Address, u64) {
+        let to = self.quantized.as_ref().expect("placed with the weights");
+        let stored = if parts == 2 { rows.next_multiple_of(8) * parts } else { rows };
+        to.turn.set(to.turn.get() + 1);
+        let scales = to.scales.part(0, rows * size_of::<f32>());
+        (to.data.part(0, stored * width), scales, to.turn.get())
+    }
+
     fn quantize_into(
         &self,
         rows: usize,
@@ -122,13 +160,7 @@ impl CudaBackend {
         out: &CudaBuffer,
         is_mirrored: bool,
     ) -> bool {
-        let Some(parts) = self.parts_of(rows) else { return false };
-        // Only matrices whose columns are a multiple of 16 are stored in FP8. The GEMM of another
-        // matrix needs the rows in bf16.
-        let is_fitting = out.stride == out.width && out.width.is_multiple_of(16);
-        if out.dtype != Dtype::Bf16 || !is_fitting {
-            return false;
-        }
+        let Some(parts) = self.fitting_parts(rows, out) else { return false };
         out.forget();
         let mirror = is_mirrored.then_some(out);
         let turn = self.quantize(rows, source, out.width, mirror, parts);
@@ -147,12 +179,11 @@ impl CudaBackend {
         mirror: Option<&CudaBuffer>,
         parts: usize,
     ) -> u64 {
-        let to = self.quantized.as_ref().expect("placed with the weights");
-        let stored = if parts == 2 { rows.next_multiple_of(8) * parts } else { rows };
+        let (out, scales, turn) = self.next_quantized(rows, width, parts);
         let mut args = ffi::QuantizeArgs {
             mirror: mirror.map_or(0, |mirror| mirror.data.part(0, mirror.bytes(rows))),
-            out: to.data.part(0, stored * width),
-            scales: to.scales.part(0, rows * size_of::<f32>()),
+            out,
+            scales,
             rows: rows as i32,
             width: width as i32,
             parts: parts as i32,
@@ -190,7 +221,6 @@ impl CudaBackend {
             // `QUANTIZED_ROWS_MIN` rows.
             unsafe { launch!(library, stream, baton_quantize(&args)) }
         });
-        to.turn.set(to.turn.get() + 1);
-        to.turn.get()
+        turn
     }
 }
