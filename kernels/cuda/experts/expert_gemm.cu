@@ -14,6 +14,9 @@
 // parts, two warpgroups take turns at the slices: one multiplies while the other adds. The end of a tile adds their
 // two sums.
 //
+// With one FP8 number for each element and an even number of tiles, an item has two neighbouring tiles of the weight and
+// loads x once for both, because loads from the L2 cache limit these GEMMs.
+//
 // A CTA fills its ring with weights before it looks up the rows of x. With `pdl`, the GEMM of down fills its ring
 // before the preceding kernel has completed. This is valid because the lists were written before the preceding kernel.
 #include <cuda.h>
@@ -38,9 +41,11 @@ constexpr int kFactorColumns = 64;  // columns of the x of down that share a fac
 constexpr float kLowFactor = 1.f / 32.f;  // factor of the second part of x
 constexpr int kManyRows = 40;  // average rows of an expert above which large tiles are faster
 
-// ROWS: rows of x in shared memory; N: weight rows; PARTS: parts of x in FP8, 0 for bf16.
-template <int ROWS, int N, int PARTS>
+// ROWS: rows of x in shared memory; N: weight rows of a tile; PARTS: parts of x in FP8, 0 for bf16; TILES: neighbouring
+// tiles of the weight that an item has, for which the rows of x are loaded once.
+template <int ROWS, int N, int PARTS, int TILES = 1>
 struct Shape {
+  static constexpr int kTiles = TILES;
   static constexpr bool kIsFp8 = PARTS > 0;
   static constexpr int kParts = kIsFp8 ? PARTS : 1;
   static constexpr int kRows = ROWS / kParts, kN = N, kHalf = N / 2;
@@ -53,7 +58,7 @@ struct Shape {
   static constexpr int kMath = kTeams * kGroups * 128;  // threads
   static constexpr int kThreads = kMath + kLoaders;
   static constexpr int kInboxBytes = (kTeams - 1) * 128 * (N / 2 / kParts) * 4;  // sums that the first team receives
-  static constexpr int kXBytes = ROWS * kSliceBytes, kWBytes = N * kSliceBytes;
+  static constexpr int kXBytes = ROWS * kSliceBytes, kTileBytes = N * kSliceBytes, kWBytes = TILES * kTileBytes;
   static constexpr int kStageBytes = kXBytes + kWBytes;
   static constexpr int kScaleBytes = kIsFp8 ? kStagesMost * kRows * 8 + kGroups * N * 4 : 16;
   static constexpr int kStatic = static_cast<int>(sizeof(ItemTable)) + 2 * kStagesMost * 8 + kScaleBytes + 64;
@@ -64,13 +69,15 @@ struct Shape {
   static_assert(kHalf % 8 == 0 && ROWS % 16 == 0 && kXBytes % 1024 == 0, "swizzling needs whole groups of eight rows");
   // If ROWS is no multiple of 64, wgmma also reads weights behind the rows of x. The results of these are not stored.
   static_assert(kWBytes >= kGroupRows * kSliceBytes, "wgmma reads 64 rows of x");
-  static_assert(kTeams == 1 || kGroups == 1, "a team of two has one warpgroup");
+  static_assert(kTeams == 1 || (kGroups == 1 && TILES == 1), "a team of two has one warpgroup and one tile");
+  static_assert(TILES == 1 || (kIsFp8 && kGroups == 2), "registers are moved from the loaders to two warpgroups");
   static_assert(!kIsFp8 || kHalf == kFactorColumns, "a tile of gate and up has the columns of a factor");
 };
 using Few = Shape<64, 128, 0>;
 using Many = Shape<128, 256, 0>;
 using FewFp8 = Shape<64, 128, 2>;
 using ManyFp8 = Shape<128, 128, 1>;
+using PairFp8 = Shape<128, 128, 1, 2>;  // of many rows, where the number of tiles is even
 
 __device__ __forceinline__ uint32_t smem_addr(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
@@ -305,9 +312,13 @@ template <class S, bool GATE_UP>
 __device__ __forceinline__ void load_weights(const baton_expert_gemm_args& p, const CUtensorMap* map, const Item& item, int step,
                                              const Ring<S>& ring, int half) {
   if (half == 0) barrier_expect(ring.arrived(), S::kWBytes);
-  const int row = item.tile * (GATE_UP ? S::kHalf : S::kN) + half * (GATE_UP ? p.n / 2 : S::kHalf);
-  fetch_weights<(S::kTeams > 1)>(map, ring.weights() + half * (S::kWBytes / 2), ring.arrived(), step * S::kSlice, row,
-                                item.expert);
+#pragma unroll
+  for (int i = 0; i < S::kTiles; ++i) {
+    const int tile = item.tile * S::kTiles + i;
+    const int row = tile * (GATE_UP ? S::kHalf : S::kN) + half * (GATE_UP ? p.n / 2 : S::kHalf);
+    fetch_weights<(S::kTeams > 1)>(map, ring.weights() + i * S::kTileBytes + half * (S::kTileBytes / 2), ring.arrived(),
+                                  step * S::kSlice, row, item.expert);
+  }
 }
 
 // Loads weights and rows of x of all items of the CTA.
@@ -390,12 +401,14 @@ __device__ __forceinline__ void add_slice(const Ring<S>& ring, int group, bool i
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Multiplies a slice in FP8 and adds it to `sums`. `factors` has the factors of the slice's halves by stage and row.
+// Multiplies a slice in FP8 by the weights of one of the item's tiles and adds it to the tile's `sums`. `factors` has the
+// factors of the slice's halves by stage and row.
 template <class S, bool GATE_UP>
-__device__ __forceinline__ void add_slice_fp8(const Ring<S>& ring, int group, const float2 (*factors)[S::kRows],
+__device__ __forceinline__ void add_slice_fp8(const Ring<S>& ring, int group, int tile,
+                                              const float2 (*factors)[S::kRows],
                                               float (&sums)[S::kN / 2 / S::kParts]) {
   constexpr int HALVES = GATE_UP ? 1 : 2;  // a half of a slice has one factor
-  const uint32_t x_at = ring.x() + group * (kGroupRows * kSliceBytes), w_at = ring.weights();
+  const uint32_t x_at = ring.x() + group * (kGroupRows * kSliceBytes), w_at = ring.weights() + tile * S::kTileBytes;
   float2 own[S::kOwn];
 #pragma unroll
   for (int half = 0; half < S::kOwn; ++half) {
@@ -427,6 +440,12 @@ __device__ __forceinline__ void add_slice_fp8(const Ring<S>& ring, int group, co
       }
     }
   }
+}
+
+// Returns the item with one of its tiles of the weight.
+template <class S>
+__device__ __forceinline__ Item tile_of(const Item& item, int tile) {
+  return {item.expert, item.position, item.rows, item.tile * S::kTiles + tile};
 }
 
 // Returns the scale of weight row `threadIdx.x` of the tile.
@@ -510,8 +529,12 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   if (warp == 0) fill_items<S::kRows>(p.offsets, p.experts, table);
   __syncthreads();
   auto item_of = [&](int index) { return item_at<S::kRows>(table, p.experts, tiles, index); };
-  if (team == S::kTeams) return load_items<S, GATE_UP>(p, &weight_map, ring, steps, smem_addr(factors), item_of);
+  if (team == S::kTeams) {
+    if constexpr (S::kTiles > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    return load_items<S, GATE_UP>(p, &weight_map, ring, steps, smem_addr(factors), item_of);
+  }
 
+  if constexpr (S::kTiles > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
   if (!GATE_UP) pdl_wait_and_release();
   auto release = [&](uint32_t barrier) {
     if (lane == 0) barrier_arrive(barrier);
@@ -533,22 +556,27 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       }
       fetch_scales<S, GATE_UP>(p, next_rows);
     } else if constexpr (S::kIsFp8) {
-      const float scale = weight_scale<S, GATE_UP>(p, item);
-      float sums[S::kN / 2 / S::kParts] = {};
+      float scale[S::kTiles], sums[S::kTiles][S::kN / 2 / S::kParts] = {};
+#pragma unroll
+      for (int i = 0; i < S::kTiles; ++i) scale[i] = weight_scale<S, GATE_UP>(p, tile_of<S>(item, i));
       for (int step = team; step < steps; step += S::kTeams, ring.advance(S::kTeams)) {
         barrier_wait(ring.arrived(), ring.parity);
-        add_slice_fp8<S, GATE_UP>(ring, group, factors, sums);
+#pragma unroll
+        for (int i = 0; i < S::kTiles; ++i) add_slice_fp8<S, GATE_UP>(ring, group, i, factors, sums[i]);
         release(ring.released());
       }
       if constexpr (S::kTeams > 1) {
-        exchange_sums<S>(team, is_first, next.rows == 0, ring.base + S::kStages * S::kStageBytes, sums);
+        exchange_sums<S>(team, is_first, next.rows == 0, ring.base + S::kStages * S::kStageBytes, sums[0]);
       }
       if (team == 0) {
         fetch_scales<S, GATE_UP>(p, next_rows);
-        scale_sums<S>(scale, group, scales[group], sums);
-        if (first_row < item.rows) {
-          if constexpr (GATE_UP) store_fp8<S>(p, item, rows, sums);
-          else store<S, false>(p, item, rows, sums);
+#pragma unroll
+        for (int i = 0; i < S::kTiles; ++i) {
+          const Item of_tile = tile_of<S>(item, i);
+          scale_sums<S>(scale[i], group, scales[group], sums[i]);
+          if (first_row >= item.rows) continue;
+          if constexpr (GATE_UP) store_fp8<S>(p, of_tile, rows, sums[i]);
+          else store<S, false>(p, of_tile, rows, sums[i]);
         }
       }
     } else {
@@ -590,6 +618,12 @@ int32_t make_map(CUtensorMap& map, CUtensorMapDataType type, const void* base, c
   return BATON_OK;
 }
 
+// Returns the number of tiles of the weight.
+template <class S>
+int tiles_of(const baton_expert_gemm_args& p) {
+  return p.is_gate_up ? divide_up(p.n / 2, S::kHalf) : divide_up(p.n, S::kN);
+}
+
 template <class S>
 int32_t run(const baton_expert_gemm_args& p, int ctas, cudaStream_t stream) {
   CUtensorMap weight;
@@ -598,7 +632,7 @@ int32_t run(const baton_expert_gemm_args& p, int ctas, cudaStream_t stream) {
   BATON_TRY(make_map<3>(weight, type, p.weight, {size(p.depth), size(p.n), size(p.experts)},
                         {size(p.depth) * S::kElementBytes, size(p.weight_stride) * S::kElementBytes},
                         {S::kSlice, S::kHalf, 1}));
-  const int tiles = p.is_gate_up ? divide_up(p.n / 2, S::kHalf) : divide_up(p.n, S::kN);
+  const int tiles = tiles_of<S>(p) / S::kTiles;
   const int64_t items_max = static_cast<int64_t>(p.rows) * p.count * tiles;
   const int grid = items_max < ctas ? static_cast<int>(items_max) : ctas;
   auto* kernel = p.is_gate_up ? expert_gemm_kernel<S, true> : expert_gemm_kernel<S, false>;
@@ -608,7 +642,8 @@ int32_t run(const baton_expert_gemm_args& p, int ctas, cudaStream_t stream) {
 // Calls body(shape) for the shape of a call.
 template <class Body>
 int32_t with_shape(const baton_expert_gemm_args& p, Body&& body) {
-  if (p.weight_scales) return p.parts == 2 ? body(FewFp8()) : body(ManyFp8());
+  if (p.weight_scales && p.parts == 2) return body(FewFp8());
+  if (p.weight_scales) return tiles_of<PairFp8>(p) % PairFp8::kTiles == 0 ? body(PairFp8()) : body(ManyFp8());
   const int64_t assignments = static_cast<int64_t>(p.rows) * p.count;
   return assignments > int64_t{kManyRows} * p.experts ? body(Many()) : body(Few());
 }
@@ -668,6 +703,7 @@ int32_t load_expert_gemm() {
   BATON_TRY(load_it(Many()));
   BATON_TRY(load_it(FewFp8()));
   BATON_TRY(load_it(ManyFp8()));
+  BATON_TRY(load_it(PairFp8()));
   encode = reinterpret_cast<Encode>(function);
   return BATON_OK;
 }
