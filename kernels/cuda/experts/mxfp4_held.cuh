@@ -86,11 +86,12 @@ struct Loader {
   int group;
   HeldRing<S> ring;
   int early;  // pairs of chunks of the first tile that load_early has loaded
+  uint64_t once;  // policy of the L2 cache for weights, which are read once
 
   __device__ __forceinline__ Loader(const baton_mxfp4_gemm_args& p, const Chunks& chunks, const ItemTable& table,
                                     int group, const HeldRing<S>& ring)
       : p(p), chunks(chunks), tiles_of_cta(table, p.experts, chunks.tiles), run(tiles_of_cta.next()), group(group),
-        ring(ring), early(0) {}
+        ring(ring), early(0), once(policy_first()) {}
   __device__ __forceinline__ int pairs() const { return (chunks.steps + 1) / 2; }
   // Loads the pairs of chunks of a tile from `first` up to `end`.
   __device__ __forceinline__ void load_pairs(int tile, int first, int end) {
@@ -100,7 +101,7 @@ struct Loader {
       const int bytes = min(2, chunks.steps - 2 * pair) * kChunkBytes;
       barrier_wait(ring.released(), ring.parity ^ 1);
       barrier_expect(ring.arrived(), bytes);
-      fetch_bulk(ring.stage_at(), from, bytes, ring.arrived());
+      fetch_bulk_as(ring.stage_at(), from, bytes, ring.arrived(), once);
       ring.advance();
     }
   }

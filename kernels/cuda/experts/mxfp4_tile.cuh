@@ -91,6 +91,16 @@ __device__ __forceinline__ void fetch_bulk(uint32_t to, const char* from, int by
                : "memory");
 }
 
+// The same with a policy of the L2 cache.
+__device__ __forceinline__ void fetch_bulk_as(uint32_t to, const char* from, int bytes, uint32_t barrier,
+                                                uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 // ---- Widening ----
 
 __device__ __forceinline__ uint32_t multiply_pair(uint32_t pair, uint32_t factor) {
