@@ -65,7 +65,7 @@ pub(crate) fn on_gpu(
 ) -> (StepLoop<CudaExecutor>, Arc<KvArena>) {
     let backend = CudaBackend::new(&gpu.context, gpu.library.clone(), options).unwrap();
     let model = CudaModel::load(checkpoint, backend, &config.limits, &mut |_| ()).unwrap();
-    let layout = checkpoint.config().block_layout(options.weights.kv_format());
+    let layout = checkpoint.config().block_layout(options.kv);
     let (kv, arena) = gpu.kv(layout, config.limits.blocks);
     let mut executor = CudaExecutor::start(model, kv, &arena, config.limits).unwrap();
     prepare(&mut executor);

@@ -14,7 +14,7 @@ use engine::{
     executor::{Speculation, cuda::CudaExecutor},
 };
 use kernels::{
-    WeightFormat,
+    KvFormat, WeightFormat,
     cpu::{SampleRow, sample},
     cuda::{AttentionKind, CudaOptions, StreamDelays},
     sampling::{SampledToken, Sampling, TokenLogprobs},
@@ -36,6 +36,8 @@ const TIGHT: u32 = 24;
 /// Largest logit error that may change the sampled token. In bf16 the error of a logit of about 1
 /// is 0.01 on average and 0.1 at most; in f32 no error was seen.
 const BF16: f32 = 0.1;
+/// Not measured: a value between two elements of FP8 becomes either of them.
+const KV_IN_FP8: f32 = 0.3;
 const F32: f32 = 1e-4;
 
 /// Pseudo-random number generator.
@@ -137,6 +139,8 @@ fn configurations() -> Vec<Configuration> {
     let flash = CudaOptions { attention: AttentionKind::Flash, ..eager };
     let reserving = CudaOptions { reserved_sms: 127, ..best };
     let replayed = CudaOptions { graphs: true, ..exact };
+    let kv_in_fp8 = CudaOptions { kv: KvFormat::Fp8, ..best };
+    let kv_in_fp8_eager = CudaOptions { graphs: false, ..kv_in_fp8 };
     vec![
         case("f32", exact, 1, ROOMY, Baseline::None),
         case("f32, depth 2", exact, 2, ROOMY, Baseline::Nearly("f32", F32)),
@@ -159,6 +163,17 @@ fn configurations() -> Vec<Configuration> {
             2,
             ROOMY,
             Baseline::Nearly("bf16", BF16),
+        )),
+        case("KV in fp8", kv_in_fp8_eager, 1, ROOMY, Baseline::None),
+        case("KV in fp8, replayed", kv_in_fp8, 1, ROOMY, Baseline::Exactly("KV in fp8")),
+        case("KV in fp8, depth 2", kv_in_fp8, 2, ROOMY, Baseline::Nearly("KV in fp8", KV_IN_FP8)),
+        case("KV in fp8, preempted", kv_in_fp8, 2, TIGHT, Baseline::Nearly("KV in fp8", KV_IN_FP8)),
+        drafting(case(
+            "KV in fp8, draft tokens",
+            kv_in_fp8,
+            2,
+            TIGHT,
+            Baseline::Nearly("KV in fp8", KV_IN_FP8),
         )),
     ]
 }

@@ -66,7 +66,7 @@ fn logits(
     let (mut cuda, mut llama) = gpu.backend_with(options, |backend| {
         Transformer::load(checkpoint, backend, limits, &mut |_| ()).unwrap()
     });
-    let layout = checkpoint.config().block_layout(options.weights.kv_format());
+    let layout = checkpoint.config().block_layout(options.kv);
     let (kv, _) = gpu.kv(layout, PROMPTS as u32 * BLOCKS);
     let limits = BatchLimits {
         hidden: 0,

@@ -307,7 +307,7 @@ fn timed_executor(gpu: &Gpu, checkpoint: &Checkpoint, drafts: bool) -> CudaExecu
     let mut model = CudaModel::load(checkpoint, backend, &limits, &mut |_| ()).unwrap();
     let tuning = TuningSettings { folder: None, within: Duration::from_secs(20) };
     model.tune(&limits, &tuning).unwrap();
-    let layout = checkpoint.config().block_layout(options.weights.kv_format());
+    let layout = checkpoint.config().block_layout(options.kv);
     let (kv, arena) = gpu.kv(layout, limits.blocks);
     CudaExecutor::start(model, kv, &arena, limits).unwrap()
 }

@@ -129,7 +129,7 @@ pub(crate) fn limits(checkpoint: &Checkpoint) -> ExecutorLimits {
 }
 
 fn layout(checkpoint: &Checkpoint, part: RankTask) -> KvLayout {
-    checkpoint.config().block_layout(part.options().weights.kv_format())
+    checkpoint.config().block_layout(part.options().kv)
 }
 
 pub(crate) const RANK_HELPER: &str = "tp-rank";

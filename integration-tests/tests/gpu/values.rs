@@ -43,7 +43,7 @@ fn real_engine(gpu: &Gpu, checkpoint: &Checkpoint, slots: u32) -> StepLoop<CudaE
     let mut model = CudaModel::load(checkpoint, backend, &limits, &mut |_| ()).unwrap();
     let tuning = TuningSettings { folder: None, within: Duration::from_secs(15) };
     model.tune(&limits, &tuning).unwrap();
-    let layout = checkpoint.config().block_layout(options.weights.kv_format());
+    let layout = checkpoint.config().block_layout(options.kv);
     let (kv, arena) = gpu.kv(layout, limits.blocks);
     let executor = CudaExecutor::start(model, kv, &arena, limits).unwrap();
     step_loop(SchedulerConfig { waiting_max: 1000, ..SchedulerConfig::new(limits) }, executor)

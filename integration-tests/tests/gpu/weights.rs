@@ -86,7 +86,7 @@ fn on_one_gpu(gpu: &Gpu, folder: &Path, place: Place) -> StepLoop<CudaExecutor> 
     let backend = CudaBackend::new(&gpu.context, gpu.library.clone(), options).unwrap();
     let mut model = CudaModel::load(&checkpoint, backend, &limits, &mut |_| ()).unwrap();
     place.allow_updates(&mut model);
-    let layout = checkpoint.config().block_layout(options.weights.kv_format());
+    let layout = checkpoint.config().block_layout(options.kv);
     let (kv, arena) = gpu.kv(layout, limits.blocks);
     step_loop(CudaExecutor::start(model, kv, &arena, limits).unwrap())
 }
