@@ -243,3 +243,39 @@ pub(crate) fn to_bf16_bits(x: f32) -> u16 {
     let quiet_nan = (bits >> 16) | 0x40;
     (if x.is_nan() { quiet_nan } else { rounded }) as u16
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_scale_of_fp8_takes_one_byte() {
+        let of = |format| KvLayout { layer_count: 3, kv_head_count: 2, head_dim: 64, format };
+        for (format, token_bytes) in
+            [(KvFormat::F32, 256), (KvFormat::Bf16, 128), (KvFormat::Fp8, 65)]
+        {
+            let layout = of(format);
+            assert_eq!(layout.head_bytes(), 16 * token_bytes, "{format}");
+            assert_eq!(layout.block_bytes(), 3 * 2 * 2 * 16 * token_bytes, "{format}");
+            assert_eq!(layout.checked_block_bytes(), Some(layout.block_bytes()));
+            let last = layout.head_offset(2, KvHalf::Value, 1) + layout.head_bytes();
+            assert_eq!(last, layout.block_bytes(), "{format}");
+        }
+        let huge = KvLayout { head_dim: usize::MAX / 64, ..of(KvFormat::Fp8) };
+        assert_eq!(huge.checked_block_bytes(), None);
+    }
+
+    #[test]
+    fn fp8_fits_activations_in_bf16_only() {
+        for (format, activations, expected) in [
+            (KvFormat::F32, Dtype::F32, true),
+            (KvFormat::Bf16, Dtype::F32, false),
+            (KvFormat::Fp8, Dtype::F32, false),
+            (KvFormat::F32, Dtype::Bf16, false),
+            (KvFormat::Bf16, Dtype::Bf16, true),
+            (KvFormat::Fp8, Dtype::Bf16, true),
+        ] {
+            assert_eq!(format.fits(activations), expected, "{format} {activations}");
+        }
+    }
+}
