@@ -212,15 +212,17 @@ fn match_cpu(width: usize, ffn: usize) {
 
 pub(crate) fn models_in_fp8_are_close_to_bf16_with_and_without_graphs() {
     let gpu = gpu();
-    for (architecture, model_type, head_dim) in [
-        ("LlamaForCausalLM", "llama", 64),
-        ("Qwen2ForCausalLM", "qwen2", 128),
-        ("Qwen3ForCausalLM", "qwen3", 64),
-        ("Gemma3ForCausalLM", "gemma3_text", 128),
-        ("Qwen3MoeForCausalLM", "qwen3_moe", 64),
-        ("Glm4MoeForCausalLM", "glm4_moe", 128),
+    // GEMMs of up to 32 rows take inputs in FP8 if the hidden size is a multiple of 128.
+    for (architecture, model_type, sizes) in [
+        ("LlamaForCausalLM", "llama", (96, 64)),
+        ("Qwen2ForCausalLM", "qwen2", (96, 128)),
+        ("Qwen3ForCausalLM", "qwen3", (96, 64)),
+        ("Gemma3ForCausalLM", "gemma3_text", (96, 128)),
+        ("Qwen3MoeForCausalLM", "qwen3_moe", (96, 64)),
+        ("Qwen3MoeForCausalLM", "qwen3_moe", (256, 64)),
+        ("Glm4MoeForCausalLM", "glm4_moe", (96, 128)),
     ] {
-        let checkpoint = model::checkpoint_with(architecture, model_type, head_dim);
+        let checkpoint = model::checkpoint_of_size(architecture, model_type, sizes);
         let wanted = model::by_cpu(&checkpoint, WeightFormat::Bf16);
         let options = CudaOptions { graphs: false, ..CudaOptions::new(WeightFormat::Fp8) };
         let found = model::by_gpu(&gpu, &checkpoint, options, 1);

@@ -22,10 +22,18 @@ pub(crate) fn checkpoint(architecture: &str, model_type: &str) -> Checkpoint {
 }
 
 pub(crate) fn checkpoint_with(architecture: &str, model_type: &str, head_dim: usize) -> Checkpoint {
+    checkpoint_of_size(architecture, model_type, (96, head_dim))
+}
+
+pub(crate) fn checkpoint_of_size(
+    architecture: &str,
+    model_type: &str,
+    (hidden, head_dim): (usize, usize),
+) -> Checkpoint {
     let folder = tempfile::tempdir().unwrap();
     let mut config = serde_json::json!({
         "architectures": [architecture], "model_type": model_type,
-        "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3,
+        "hidden_size": hidden, "intermediate_size": 160, "num_hidden_layers": 3,
         "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": head_dim,
         "vocab_size": 1003, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0, "tie_word_embeddings": false, "hidden_act": "silu",

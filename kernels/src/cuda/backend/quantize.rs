@@ -33,7 +33,7 @@ pub(in crate::cuda) struct QuantizedRows {
     pub turn: Cell<u64>,
 }
 
-/// Destination of the rows of a buffer in FP8, which a kernel writes beside those in bf16.
+/// Where a kernel writes the rows of a buffer in FP8, beside those in bf16.
 pub(in crate::cuda) struct QuantizedOutput {
     pub data: Address,
     pub scales: Address,
@@ -122,7 +122,8 @@ impl CudaBackend {
         self.quantize_into(rows, Source::Gated(gate_up), out, is_mirrored)
     }
 
-    /// Returns the parts of each element with which rows of `out` can be quantized.
+    /// Returns the number of FP8 parts of each element, or `None` if rows of `out` cannot be
+    /// quantized.
     fn fitting_parts(&self, rows: usize, out: &CudaBuffer) -> Option<usize> {
         // Only matrices whose columns are a multiple of 16 are stored in FP8. The GEMM of another
         // matrix needs the rows in bf16.
@@ -130,22 +131,21 @@ impl CudaBackend {
         self.parts_of(rows).filter(|_| out.dtype == Dtype::Bf16 && is_fitting)
     }
 
-    /// Returns the FP8 destination of the next kernel, which writes the rows of `out`, or `None` if
-    /// they are in bf16 only.
+    /// Reserves the FP8 copy of the rows of `out` for the kernel that writes `out` next. Returns
+    /// `None` if they are in bf16 only.
     pub(in crate::cuda) fn quantized_output(
         &self,
         rows: usize,
         out: &CudaBuffer,
     ) -> Option<QuantizedOutput> {
         let parts = self.fitting_parts(rows, out)?;
-        let (data, scales, turn) = self.next_quantized(rows, out.width, parts);
+        let (data, scales, turn) = self.begin_quantization(rows, out.width, parts);
         out.quantized.set(Some(QuantizedAs { turn, parts, is_mirrored: true }));
         Some(QuantizedOutput { data, scales, parts })
     }
 
-    /// Returns addresses of FP8 rows and of their scales, and the number of quantizations with
-    /// this one.
-    fn next_quantized(&self, rows: usize, width: usize, parts: usize) -> (Address, Address, u64) {
+    /// Begins a quantization. Returns the addresses of FP8 rows and of their scales, and the turn.
+    fn begin_quantization(&self, rows: usize, width: usize, parts: usize) -> (Address, Address, u64) {
         let to = self.quantized.as_ref().expect("placed with the weights");
         let stored = if parts == 2 { rows.next_multiple_of(8) * parts } else { rows };
         to.turn.set(to.turn.get() + 1);
@@ -179,7 +179,7 @@ impl CudaBackend {
         mirror: Option<&CudaBuffer>,
         parts: usize,
     ) -> u64 {
-        let (out, scales, turn) = self.next_quantized(rows, width, parts);
+        let (out, scales, turn) = self.begin_quantization(rows, width, parts);
         let mut args = ffi::QuantizeArgs {
             mirror: mirror.map_or(0, |mirror| mirror.data.part(0, mirror.bytes(rows))),
             out,
