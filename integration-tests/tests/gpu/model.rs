@@ -139,7 +139,6 @@ pub(crate) fn by_gpu(
     options: CudaOptions,
     depth: usize,
 ) -> Vec<(Vec<u32>, Vec<f32>)> {
-    let weights = options.weights;
     let limits = Limits { rows_max: ROWS, sampled_max: 4, adapter_slots: 0 };
     let (mut cuda, mut llama) = gpu.backend_with(options, |backend| {
         Transformer::load(checkpoint, backend, limits, &mut |_| ()).unwrap()

@@ -33,7 +33,7 @@ pub(in crate::cuda) struct QuantizedRows {
     pub turn: Cell<u64>,
 }
 
-/// Where a kernel writes the rows of a buffer in FP8, beside those in bf16.
+/// Addresses of the FP8 copy of a buffer's rows, for the kernel that writes the rows.
 pub(in crate::cuda) struct QuantizedOutput {
     pub data: Address,
     pub scales: Address,
@@ -145,7 +145,12 @@ impl CudaBackend {
     }
 
     /// Begins a quantization. Returns the addresses of FP8 rows and of their scales, and the turn.
-    fn begin_quantization(&self, rows: usize, width: usize, parts: usize) -> (Address, Address, u64) {
+    fn begin_quantization(
+        &self,
+        rows: usize,
+        width: usize,
+        parts: usize,
+    ) -> (Address, Address, u64) {
         let to = self.quantized.as_ref().expect("placed with the weights");
         let stored = if parts == 2 { rows.next_multiple_of(8) * parts } else { rows };
         to.turn.set(to.turn.get() + 1);

@@ -280,10 +280,7 @@ fn kv_in_another_format_than_f32_activations_is_refused() {
     for kv in ["bf16", "fp8"] {
         let flags = [("model.dtype", "f32"), ("model.kv_dtype", kv)];
         let error = refusal("", &[], &flags);
-        assert!(
-            error.contains(&format!(" = {kv} with model.dtype (")),
-            "{error}"
-        );
+        assert!(error.contains(&format!(" = {kv} with model.dtype (")), "{error}");
         assert!(load("", &[], &flags[1..]).is_ok());
     }
     assert!(load("", &[], &[("model.dtype", "f32"), ("model.kv_dtype", "auto")]).is_ok());
