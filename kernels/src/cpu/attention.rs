@@ -290,7 +290,7 @@ fn tiles<T: StoredKv>(
         let (table, layer) = step.table(layer, tile.sequence);
         let table = &table[visible];
         for (number, blocks) in table.chunks(BLOCKS_TOGETHER).enumerate() {
-            let mut parts: [(&[T::Read], &[T::Read]); BLOCKS_TOGETHER] = Default::default();
+            let mut parts: [(&[_], &[_]); BLOCKS_TOGETHER] = Default::default();
             let mut rest = &mut dequantized[..];
             for (part, &block) in parts.iter_mut().zip(blocks) {
                 let place = HeadPlace { block, layer, head: kv_head };

@@ -471,7 +471,6 @@ impl DecodeAttention {
             sms: self.sms,
             pdl: self.dependent_launch.into(),
             sinks,
-            ..ffi::DecodeAttentionArgs::default()
         };
         // SAFETY: the step's arrays and KV blocks were allocated for its rows; the caller has
         // checked the sizes of queries and output; the workspace fits the largest shape and belongs
