@@ -132,9 +132,7 @@ impl KvFormat {
         let scale_bytes = usize::from(self == KvFormat::Fp8);
         head_dim * self.element_bytes() + scale_bytes
     }
-}
 
-impl KvFormat {
     /// Returns whether keys and values of activations of this type can be stored in the format.
     pub fn fits(self, activations: Dtype) -> bool {
         self == activations.into() || (self, activations) == (KvFormat::Fp8, Dtype::Bf16)

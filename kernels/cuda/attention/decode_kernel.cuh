@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
       int page_begin = (skip + ahead.page + ahead_page) * kPage;
       int left = len - page_begin;
       // The preceding kernel may still be writing pages from that of the sequence's first query token on.
-      if (base - tokens_before(ahead.row) - page_begin <= kPage && !waited) {
+      if (!waited && base - tokens_before(ahead.row) - page_begin <= kPage) {
         pdl_wait();
         waited = true;
       }

@@ -157,14 +157,14 @@ impl KvElement for bf16 {
 trait StoredKv: Element {
     /// Type in which attention reads the elements.
     type Read: KvElement;
-    /// Number of elements that [`Self::read`] needs in `memory`, for a head of this many elements.
-    fn memory(head_elements: usize) -> usize;
-    /// Returns the `[token][dim]` keys or values of a head. `memory` is for conversions.
+    /// Returns how many elements of a head [`Self::read`] converts: none or all.
+    fn converted_elements(head_elements: usize) -> usize;
+    /// Returns the `[token][dim]` keys or values of a head. Converted elements are in `converted`.
     fn read<'a>(
         access: &'a StepAccess,
         place: HeadPlace,
         half: KvHalf,
-        memory: &'a mut [bf16],
+        converted: &'a mut [bf16],
     ) -> &'a [Self::Read];
 }
 
@@ -179,7 +179,7 @@ struct HeadPlace {
 impl<T: KvElement> StoredKv for T {
     type Read = T;
 
-    fn memory(_head_elements: usize) -> usize {
+    fn converted_elements(_head_elements: usize) -> usize {
         0
     }
 
@@ -187,7 +187,7 @@ impl<T: KvElement> StoredKv for T {
         access: &'a StepAccess,
         HeadPlace { block, layer, head }: HeadPlace,
         half: KvHalf,
-        _memory: &'a mut [bf16],
+        _converted: &'a mut [bf16],
     ) -> &'a [T] {
         access.head(block, layer, half, head)
     }
@@ -196,7 +196,7 @@ impl<T: KvElement> StoredKv for T {
 impl StoredKv for u8 {
     type Read = bf16;
 
-    fn memory(head_elements: usize) -> usize {
+    fn converted_elements(head_elements: usize) -> usize {
         head_elements
     }
 
@@ -204,15 +204,15 @@ impl StoredKv for u8 {
         access: &'a StepAccess,
         HeadPlace { block, layer, head }: HeadPlace,
         half: KvHalf,
-        memory: &'a mut [bf16],
+        converted: &'a mut [bf16],
     ) -> &'a [bf16] {
         let elements = access.head::<u8>(block, layer, half, head);
         let dim = elements.len() / BLOCK_TOKENS;
-        let tokens = elements.chunks_exact(dim).zip(memory.chunks_exact_mut(dim));
+        let tokens = elements.chunks_exact(dim).zip(converted.chunks_exact_mut(dim));
         for ((elements, values), &scale) in tokens.zip(access.scales(block, layer, half, head)) {
             kv_fp8::dequantize(elements, scale, values);
         }
-        memory
+        converted
     }
 }
 
@@ -283,8 +283,8 @@ fn tiles<T: StoredKv>(
                 memory.set_query(row * head_count + head, scale, query);
             }
         }
-        let head_memory = T::memory(BLOCK_TOKENS * dim);
-        dequantized.resize(2 * BLOCKS_TOGETHER * head_memory, bf16::ZERO);
+        let converted_elements = T::converted_elements(BLOCK_TOKENS * dim);
+        dequantized.resize(2 * BLOCKS_TOGETHER * converted_elements, bf16::ZERO);
         let visible = tile.visible_blocks(window);
         let first_block = visible.start;
         let (table, layer) = step.table(layer, tile.sequence);
@@ -294,8 +294,8 @@ fn tiles<T: StoredKv>(
             let mut rest = &mut dequantized[..];
             for (part, &block) in parts.iter_mut().zip(blocks) {
                 let place = HeadPlace { block, layer, head: kv_head };
-                let (keys, others) = rest.split_at_mut(head_memory);
-                let (values, others) = others.split_at_mut(head_memory);
+                let (keys, others) = rest.split_at_mut(converted_elements);
+                let (values, others) = others.split_at_mut(converted_elements);
                 let keys = T::read(&step.access, place, KvHalf::Key, keys);
                 let values = T::read(&step.access, place, KvHalf::Value, values);
                 (*part, rest) = ((keys, values), others);

@@ -389,7 +389,6 @@ structs! {
         pub low_rank: LowRank,
     }
 
-    #[derive(Default)]
     pub struct DecodeAttentionArgs {
         pub q: Address,
         pub q_stride: i64,

@@ -24,7 +24,8 @@ pub(super) fn attention(call: AttentionCall<'_>, out: &mut [f32]) {
 fn all_queries<T: StoredKv>(call: AttentionCall<'_>, out: &mut [f32]) {
     let AttentionCall { layer, shape, scale, window, sinks, qkv, step } = call;
     let dim = shape.head_dim;
-    let mut memory = vec![bf16::ZERO; 2 * T::memory(BLOCK_TOKENS * dim)];
+    let converted_elements = T::converted_elements(BLOCK_TOKENS * dim);
+    let mut converted = vec![bf16::ZERO; 2 * converted_elements];
     for sequence in &step.sequences {
         for row in sequence.rows.clone() {
             let end = step.positions[row] as usize + 1;
@@ -42,8 +43,7 @@ fn all_queries<T: StoredKv>(call: AttentionCall<'_>, out: &mut [f32]) {
                         continue;
                     }
                     let place = HeadPlace { block, layer, head: kv_head };
-                    let half = memory.len() / 2;
-                    let (keys, values) = memory.split_at_mut(half);
+                    let (keys, values) = converted.split_at_mut(converted_elements);
                     let keys = T::read(&step.access, place, KvHalf::Key, keys);
                     let values = T::read(&step.access, place, KvHalf::Value, values);
                     state.add_block(query, scale, tokens, keys, values);
