@@ -29,7 +29,7 @@ use super::{
     library::KernelLibrary,
     low_rank::{AdapterSizes, CudaLowRank, LowRankBuffers},
     memory::{ALIGNMENT, DeviceMemory, Range},
-    skinny::{Operands, Skinny},
+    skinny::Skinny,
     step::CudaStep,
     tune::{TuningResult, TuningSettings},
     upload::{ReaderShare, Uploads},
@@ -853,24 +853,6 @@ impl Backend for CudaBackend {
 }
 
 impl CudaBackend {
-    /// Computes `out = x · wᵀ`, and adds the updates of the rows' adapters.
-    fn matmul_updated(&mut self, rows: usize, (x, w, update): Operands<'_>, out: &mut CudaBuffer) {
-        let Some(update) = update else { return self.matmul(rows, x, w, out) };
-        if self.is_faulty() || self.skinny_matmul(rows, (x, w, Some(update)), out) {
-            return;
-        }
-        self.matmul(rows, x, w, out);
-        self.add_update(rows, x, &update, out);
-    }
-
-    /// Adds the updates of the rows' adapters to the output of a GEMM.
-    fn add_update(&self, rows: usize, x: &CudaBuffer, update: &ffi::LowRank, out: &CudaBuffer) {
-        assert!(x.is_mirrored(), "add_low_rank: the rows are only in FP8");
-        self.finish_rows(rows, x);
-        self.shrink(rows, x, out.width, update);
-        self.expand(rows, update, out);
-    }
-
     /// Runs a GEMM without scales on cuBLASLt, into a range.
     pub(super) fn gemm_onto(
         &mut self,

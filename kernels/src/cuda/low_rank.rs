@@ -14,10 +14,11 @@ use super::{
     ffi,
     library::KernelLibrary,
     memory::{ALIGNMENT, DeviceMemory, Range},
+    skinny::Operands,
     step::CudaStep,
 };
 use crate::{
-    backend::{LowRankShape, LowRankUpdate},
+    backend::{Backend as _, LowRankShape, LowRankUpdate},
     layout::{Dtype, to_bf16_bits},
 };
 
@@ -225,6 +226,35 @@ impl CudaBackend {
         }
     }
 
+    /// Computes `out = x · wᵀ`, and adds the updates of the rows' adapters.
+    pub(super) fn matmul_updated(
+        &mut self,
+        rows: usize,
+        (x, w, update): Operands<'_>,
+        out: &mut CudaBuffer,
+    ) {
+        let Some(update) = update else { return self.matmul(rows, x, w, out) };
+        if self.is_faulty() || self.skinny_matmul(rows, (x, w, Some(update)), out) {
+            return;
+        }
+        self.matmul(rows, x, w, out);
+        self.add_update(rows, x, &update, out);
+    }
+
+    /// Adds the updates of the rows' adapters to the output of a GEMM.
+    pub(super) fn add_update(
+        &self,
+        rows: usize,
+        x: &CudaBuffer,
+        update: &ffi::LowRank,
+        out: &CudaBuffer,
+    ) {
+        assert!(x.is_mirrored(), "add_low_rank: the rows are only in FP8");
+        self.finish_rows(rows, x);
+        self.shrink(rows, x, out.width, update);
+        self.expand(rows, update, out);
+    }
+
     /// Launches the first product of the updates.
     pub(super) fn shrink(
         &self,
@@ -249,7 +279,7 @@ impl CudaBackend {
     }
 
     /// Adds the updates to the output of a GEMM without them.
-    pub(super) fn expand(&self, rows: usize, update: &ffi::LowRank, out: &CudaBuffer) {
+    fn expand(&self, rows: usize, update: &ffi::LowRank, out: &CudaBuffer) {
         assert_eq!(out.dtype, Dtype::Bf16, "expand: the output is bf16");
         let ((address, stride), outputs) = (out.rows_of(rows), out.width as i32);
         let rows = rows as i32;
