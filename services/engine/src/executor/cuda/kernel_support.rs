@@ -1,0 +1,210 @@
+//! Which models there are kernels for on a GPU, checked before weights are read.
+
+use kernels::{
+    KvFormat, Shard, WeightFormat,
+    backend::{HeadShape, NormSpan},
+    cuda::{
+        AttentionKind, CudaError, CudaOptions, EXPERT_GROUPS_MAX, EXPERTS_CHOSEN_MAX, EXPERTS_MAX,
+        supports_fp8_kv,
+    },
+    mxfp4::GROUP as MXFP4_GROUP,
+};
+use model::ModelConfig;
+
+use super::CudaExecutorError;
+
+/// Checks that there are kernels for the model on a GPU of this compute capability, with these
+/// formats of weights and KV.
+pub fn check_sizes(
+    config: &ModelConfig,
+    shard: Shard,
+    (options, compute): (&CudaOptions, u32),
+) -> Result<(), CudaExecutorError> {
+    let weights = options.weights;
+    config.check_shard(shard)?;
+    check_kv_format(config.head_shape_of(shard), options, compute)?;
+    if let Some(experts) = config.experts() {
+        let unsupported = |what, value: String, allowed| {
+            Err(CudaError::Unsupported { what, value, allowed }.into())
+        };
+        if compute != 90 {
+            let what = "the compute capability of a GPU for experts";
+            return unsupported(what, format!("{}.{}", compute / 10, compute % 10), "9.0");
+        }
+        if !matches!(weights, WeightFormat::Bf16 | WeightFormat::Fp8) {
+            let what = "the weight format of a model with experts";
+            return unsupported(what, weights.to_string(), "bf16 or fp8 on GPUs");
+        }
+        if experts.choice.groups > EXPERT_GROUPS_MAX {
+            let what = "the number of groups of experts";
+            return unsupported(what, experts.choice.groups.to_string(), "up to 32");
+        }
+        if experts.count > EXPERTS_MAX {
+            return unsupported("the number of experts", experts.count.to_string(), "up to 512");
+        }
+        if experts.choice.count > EXPERTS_CHOSEN_MAX {
+            let what = "the number of experts per token";
+            return unsupported(what, experts.choice.count.to_string(), "up to 32");
+        }
+        if shard.has_whole_experts() {
+            return unsupported("node.expert_parallel", "true".to_owned(), "false on GPUs");
+        }
+        let (unit, allowed) = match weights {
+            _ if config.has_mxfp4_experts() => (MXFP4_GROUP, "multiples of 32 in MXFP4"),
+            WeightFormat::Fp8 => (16, "multiples of 16 in fp8"),
+            _ => (8, "multiples of 8"),
+        };
+        let shared = experts.shared.map_or(0, |shared| shared.size);
+        for (what, size) in [
+            ("the hidden size of a model with experts", config.hidden_size),
+            ("a rank's feed-forward size of experts", shard.part(experts.size).len()),
+            ("a rank's feed-forward size of the shared expert", shard.part(shared).len()),
+        ] {
+            if !size.is_multiple_of(unit) {
+                return unsupported(what, size.to_string(), allowed);
+            }
+        }
+    }
+    if config.qk_norm() == Some(NormSpan::Projection) && !shard.is_whole() {
+        let (what, value) = ("the model's family", config.family.name().to_owned());
+        let allowed = "a family with norms of single heads, node.tp = 1, or node.device = \"cpu\"";
+        return Err(CudaError::Unsupported { what, value, allowed }.into());
+    }
+    if !config.rotary_dim.is_multiple_of(8) {
+        let (what, value) = ("the model's rotary dimension", config.rotary_dim.to_string());
+        let allowed = "multiples of 8";
+        return Err(CudaError::Unsupported { what, value, allowed }.into());
+    }
+    // The FP8 kernels quantize whole rows in units of 16 elements.
+    let (hidden_unit, hidden_allowed) = match weights {
+        WeightFormat::Fp8 => (16, "multiples of 16 in fp8"),
+        _ => (8, "multiples of 8"),
+    };
+    for (what, value, unit, allowed) in [
+        ("the model's hidden size", config.hidden_size, hidden_unit, hidden_allowed),
+        ("a rank's feed-forward size", config.ffn_size_of(shard), 8, "multiples of 8"),
+        ("the model's head size", config.head_dim, 8, "multiples of 8"),
+    ] {
+        if !value.is_multiple_of(unit) {
+            let value = value.to_string();
+            return Err(CudaError::Unsupported { what, value, allowed }.into());
+        }
+    }
+    if config.head_dim > 256 {
+        let (what, value) = ("the model's head size", config.head_dim.to_string());
+        return Err(CudaError::Unsupported { what, value, allowed: "up to 256" }.into());
+    }
+    Ok(())
+}
+
+/// Checks that there are kernels for the format of KV.
+fn check_kv_format(
+    heads: HeadShape,
+    options: &CudaOptions,
+    compute: u32,
+) -> Result<(), CudaExecutorError> {
+    let (what, value, allowed) = if !options.kv.fits(options.weights.dtype()) {
+        let what = "model.kv_dtype";
+        (what, format!("{} with model.dtype = \"{}\"", options.kv, options.weights), "auto")
+    } else if options.kv != KvFormat::Fp8 {
+        return Ok(());
+    } else if compute < 90 {
+        let what = "the compute capability of a GPU with model.kv_dtype = \"fp8\"";
+        (what, format!("{}.{}", compute / 10, compute % 10), "9.0 or later")
+    } else if options.attention != AttentionKind::Auto {
+        let what = "the attention kernel with model.kv_dtype = \"fp8\"";
+        (what, format!("{:?}", options.attention).to_lowercase(), "auto")
+    } else if !supports_fp8_kv(heads) {
+        let HeadShape { query_heads, kv_heads, head_dim } = heads;
+        let what = "the model's attention with model.kv_dtype = \"fp8\"";
+        let value = format!("{query_heads} query heads and {kv_heads} KV heads of {head_dim}");
+        (what, value, "heads of 64, 128 or 256, and up to 16 query heads for each KV head")
+    } else {
+        return Ok(());
+    };
+    Err(CudaError::Unsupported { what, value, allowed }.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use model::{Checkpoint, LoadFormat};
+    use serde_json::json;
+
+    use super::*;
+
+    /// Returns why a model of this configuration is refused; empty if it is not.
+    fn refusal(config: &serde_json::Value, (weights, compute): (WeightFormat, u32)) -> String {
+        refusal_with(config, CudaOptions::new(weights), compute)
+    }
+
+    fn refusal_with(config: &serde_json::Value, options: CudaOptions, compute: u32) -> String {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("config.json");
+        std::fs::write(&path, config.to_string()).unwrap();
+        let checkpoint = Checkpoint::open(&path, LoadFormat::Dummy { seed: 1 }).unwrap();
+        let checked = check_sizes(checkpoint.config(), Shard::WHOLE, (&options, compute));
+        checked.err().map(|error| error.to_string()).unwrap_or_default()
+    }
+
+    #[test]
+    fn experts_without_kernels_are_refused() {
+        let config = |experts: u32, chosen: u32| {
+            json!({
+                "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
+                "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+                "vocab_size": 200, "num_experts": experts, "num_experts_per_tok": chosen
+            })
+        };
+        assert_eq!(refusal(&config(512, 32), (WeightFormat::Bf16, 90)), "");
+        for (experts, chosen, weights, compute, expected) in [
+            (8, 2, WeightFormat::F32, 90, "with experts is f32; expected bf16 or fp8 on GPUs"),
+            (513, 2, WeightFormat::Bf16, 90, "the number of experts is 513; expected up to 512"),
+            (64, 33, WeightFormat::Bf16, 90, "experts per token is 33; expected up to 32"),
+            (8, 2, WeightFormat::Bf16, 89, "of a GPU for experts is 8.9; expected 9.0"),
+        ] {
+            let error = refusal(&config(experts, chosen), (weights, compute));
+            assert!(error.ends_with(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn kv_in_fp8_without_kernels_is_refused() {
+        let config = |heads: u32, head_dim: u32| {
+            json!({
+                "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
+                "num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": 1,
+                "head_dim": head_dim, "vocab_size": 200
+            })
+        };
+        let refusal = |heads, head_dim, weights, compute| {
+            let options = CudaOptions { kv: KvFormat::Fp8, ..CudaOptions::new(weights) };
+            refusal_with(&config(heads, head_dim), options, compute)
+        };
+        assert_eq!(refusal(16, 64, WeightFormat::Bf16, 90), "");
+        assert_eq!(refusal(1, 256, WeightFormat::Fp8, 90), "");
+        for (heads, head_dim, weights, compute, expected) in [
+            (4, 64, WeightFormat::F32, 90, "fp8 with model.dtype = \"f32\"; expected auto"),
+            (4, 64, WeightFormat::Bf16, 89, "\"fp8\" is 8.9; expected 9.0 or later"),
+            (17, 64, WeightFormat::Bf16, 90, "17 query heads and 1 KV heads of 64; expected heads"),
+            (4, 96, WeightFormat::Bf16, 90, "4 query heads and 1 KV heads of 96; expected heads"),
+        ] {
+            let error = refusal(heads, head_dim, weights, compute);
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn hidden_size_that_fp8_cannot_quantize_is_refused() {
+        let config = |hidden: u32| {
+            json!({
+                "architectures": ["LlamaForCausalLM"], "hidden_size": hidden, "intermediate_size": 96,
+                "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+                "head_dim": 64, "vocab_size": 200
+            })
+        };
+        assert_eq!(refusal(&config(72), (WeightFormat::Bf16, 90)), "");
+        assert_eq!(refusal(&config(80), (WeightFormat::Fp8, 90)), "");
+        let error = refusal(&config(72), (WeightFormat::Fp8, 90));
+        assert!(error.ends_with("hidden size is 72; expected multiples of 16 in fp8"), "{error}");
+    }
+}
