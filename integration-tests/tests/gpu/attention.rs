@@ -107,12 +107,13 @@ fn sinks(query_heads: usize) -> Vec<f32> {
 fn fill(arena: &Arc<KvArena>) {
     let layout = arena.layout();
     let heads = layout.block_bytes() / layout.head_bytes();
-    let mut values = numbers(1000, heads * layout.head_elements());
+    // Each block begins one head after the block before it.
+    let values = numbers(1000, (heads + arena.block_count() as usize) * layout.head_elements());
+    let of_heads = values.chunks_exact(layout.head_elements());
+    let bytes: Vec<u8> = of_heads.flat_map(|head| stored_head(layout, head)).collect();
     for block in 0..arena.block_count() {
-        values.rotate_left(layout.head_dim);
-        let heads = values.chunks_exact(layout.head_elements());
-        let bytes: Vec<u8> = heads.flat_map(|head| stored_head(layout, head)).collect();
-        arena.write(BlockId(block)).unwrap().copy_from_host(&bytes).unwrap();
+        let bytes = &bytes[block as usize * layout.head_bytes()..][..layout.block_bytes()];
+        arena.write(BlockId(block)).unwrap().copy_from_host(bytes).unwrap();
     }
 }
 

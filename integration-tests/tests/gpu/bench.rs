@@ -4,6 +4,7 @@
 use std::{
     path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    thread::available_parallelism,
 };
 
 use half::bf16;
@@ -100,8 +101,9 @@ impl Gpu {
 }
 
 pub(crate) fn cpu(weights: impl Into<WeightFormat>) -> CpuBackend {
-    // The CPU reference: single-threaded and unfused.
-    let options = CpuOptions { weights: weights.into(), threads: 1, isa: Isa::Auto };
+    // The CPU reference is unfused. The number of threads changes no bit.
+    let threads = available_parallelism().unwrap().get();
+    let options = CpuOptions { weights: weights.into(), threads, isa: Isa::Auto };
     CpuBackend::new(options).unwrap()
 }
 

@@ -76,15 +76,12 @@ pub(crate) fn gather_and_scatter_of_heads_match_cpu() {
                         for blocks in [1, 7, BLOCKS as usize] {
                             let ids = scattered(seed, blocks);
                             let found = kv.gather(heads.clone(), &ids).unwrap();
-                            let wanted: Vec<u8> = ids
-                                .iter()
-                                .flat_map(|id| {
-                                    let block = &held[id.index()];
-                                    places(layout, first, count)
-                                        .flat_map(move |(begin, end)| &block[begin..end])
-                                })
-                                .copied()
-                                .collect();
+                            let mut wanted = Vec::with_capacity(found.len());
+                            for id in &ids {
+                                for (begin, end) in places(layout, first, count) {
+                                    wanted.extend_from_slice(&held[id.index()][begin..end]);
+                                }
+                            }
                             assert!(found == wanted, "{what}: heads {heads:?} of {blocks} blocks");
                         }
                         // Scatters to other blocks, so that a write to a wrong place is detected.
