@@ -342,6 +342,7 @@ structs! {
         pub ranks: Address,
         pub row_adapters: Address,
         pub shrunk: Address,
+        pub arrivals: Address,
         pub firsts: [i32; 2],
         pub ranges: i32,
         pub rank_max: i32,
