@@ -30,7 +30,7 @@
 #endif
 
 /* Increases with every incompatible change of this file. */
-#define BATON_ABI_VERSION 15
+#define BATON_ABI_VERSION 16
 
 /* Tokens per KV block. */
 #define BATON_BLOCK_TOKENS 16

@@ -13,7 +13,7 @@ use cudarc::driver::sys::CUdeviceptr;
 use crate::layout::{Dtype, GROUPS_MAX, KvFormat};
 
 /// `BATON_ABI_VERSION`.
-pub(super) const ABI_VERSION: i32 = 15;
+pub(super) const ABI_VERSION: i32 = 16;
 /// `BATON_INVALID`.
 pub(super) const INVALID: i32 = 1;
 /// `BATON_UNSUPPORTED`.
