@@ -51,7 +51,7 @@ int32_t with_variant(Variant variant, int columns, int rows, Body&& body) {
     return body(choice<KV, HD, 4, 2, 1, 2>(columns, rows, 1));
   } else {
     switch (variant) {
-      case Variant::FEW: return body(choice<KV, HD, 8, S, 1, 0>(columns, rows, 1));
+      case Variant::FEW: return body(choice<KV, HD, 8, 3, 1, 0>(columns, rows, 1));
       case Variant::MANY: return body(choice<KV, HD, 4, S, 1, 0>(columns, rows, 2));
       case Variant::FOUR_HEADS: return body(choice<KV, HD, 4, S, 4, 0>(columns, rows, 2));
       case Variant::FEW_COLUMNS: return body(choice<KV, HD, 8, T, 1, 2>(columns, rows, 1));

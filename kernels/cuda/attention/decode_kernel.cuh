@@ -108,7 +108,7 @@ __host__ __device__ constexpr int ring_bytes() {
 // whose queries are in shared memory; 0: one query token per row and up to kMaxGroup query heads, whose queries are in
 // registers.
 template <class KV, int HD, int WARPS, int STAGES, int HEADS, int TILES>
-__global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(WARPS * 32, 8 / WARPS) decode_attention_kernel(const __grid_constant__ Params p) {
   static_assert(TILES == 0 || HEADS == 1, "the queries in shared memory belong to one KV head");
   constexpr int NT = TILES == 0 ? 1 : TILES;
   using Element = typename KV::Element;

@@ -44,7 +44,7 @@ __device__ __forceinline__ uint32_t transpose8x8(uint32_t x) {
 struct Bf16Kv {
   using Element = bf16;
   static constexpr bool HAS_SCALES = false;
-  static constexpr int STAGES = 3;       // of a ring, for queries in registers
+  static constexpr int STAGES = 3;       // of a ring, for many rows with queries in registers
   static constexpr int TILE_STAGES = 2;  // for queries in shared memory
   static constexpr int STEPS = 1;      // steps of a raw fragment
   static constexpr int QUERY_PAD = 8;  // elements, so that the lanes of a warp read different banks
