@@ -64,6 +64,11 @@ impl KvGroups {
         self.0.len()
     }
 
+    /// Returns the tokens that a token attends to in each group, itself included, if bounded.
+    pub fn windows(&self) -> impl Iterator<Item = Option<NonZeroUsize>> {
+        self.0.iter().map(|group| group.window)
+    }
+
     /// Returns the layout of a block of one group. `whole` is the layout with all layers.
     pub fn block_layout(&self, whole: KvLayout) -> KvLayout {
         KvLayout { layer_count: self.0[0].layers.len(), ..whole }

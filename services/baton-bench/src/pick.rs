@@ -148,6 +148,7 @@ fn record(role: Role, number: u32) -> Result<cluster::NodeRecord> {
         sampling_version: 0,
         adapters: Vec::new(),
         both_roles: true,
+        kv_windows: vec![0],
     })
 }
 

@@ -13,6 +13,7 @@ pub const TEXT_BYTES_MAX: usize = 256;
 const BLOCKS_MAX: u32 = 1 << 24;
 const PEER_TAG_BYTES: usize = 32;
 const BLOCK_TOKENS_MAX: u32 = 1024;
+const KV_GROUPS_MAX: u32 = 16;
 
 /// The part of a request that a node serves, or prefers to serve (`router.roles`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -146,6 +147,8 @@ pub struct NodeRecord {
     pub adapters: Vec<Adapter>,
     /// Whether the node serves the calls of both roles.
     pub both_roles: bool,
+    /// Sliding window of each KV group in tokens, 0 for a group without a window; 1 to 16 groups.
+    pub kv_windows: Vec<u32>,
 }
 
 /// LoRA adapter that a node has loaded.
@@ -180,6 +183,12 @@ pub(crate) fn adapters(wire: Vec<v1::Adapter>) -> Result<Vec<Adapter>, RecordErr
         Ok(Adapter { name, content_hash })
     });
     checked.collect()
+}
+
+/// Returns the windows of the KV groups. Nodes of older releases have one group without a window.
+fn kv_windows(wire: Vec<u32>) -> Result<Vec<u32>, RecordError> {
+    range("the number of kv_windows", wire.len() as u32, 0, KV_GROUPS_MAX)?;
+    Ok(if wire.is_empty() { vec![0] } else { wire })
 }
 
 impl TryFrom<v1::NodeRecord> for NodeRecord {
@@ -218,6 +227,7 @@ impl TryFrom<v1::NodeRecord> for NodeRecord {
             sampling_version: wire.sampling_version,
             adapters: adapters(wire.adapters)?,
             both_roles: wire.both_roles,
+            kv_windows: kv_windows(wire.kv_windows)?,
         })
     }
 }
@@ -242,6 +252,7 @@ impl From<&NodeRecord> for v1::NodeRecord {
             sampling_version: record.sampling_version,
             adapters: record.adapters.iter().map(Into::into).collect(),
             both_roles: record.both_roles,
+            kv_windows: record.kv_windows.clone(),
         }
     }
 }
@@ -334,6 +345,7 @@ mod tests {
             sampling_version: 1,
             adapters: vec![Adapter { name: "sql-1.0".into(), content_hash: 9 }],
             both_roles: true,
+            kv_windows: vec![0, 128],
         }
     }
 
@@ -355,7 +367,7 @@ mod tests {
 
     #[test]
     fn every_field_of_a_record_is_validated() {
-        let breakers: [fn(&mut v1::NodeRecord); 22] = [
+        let breakers: [fn(&mut v1::NodeRecord); 23] = [
             |record| record.adapters[0].name = "a:b".into(),
             |record| record.adapters[0].content_hash = vec![1; 15].into(),
             |record| record.adapters = vec![record.adapters[0].clone(); 65],
@@ -378,6 +390,7 @@ mod tests {
             |record| record.identity.as_mut().unwrap().block_size = 0,
             |record| record.prompt_tokens_max = 2049,
             |record| record.block_count = u32::MAX,
+            |record| record.kv_windows = vec![0; 17],
         ];
         for (index, breaker) in breakers.iter().enumerate() {
             let mut wire = v1::NodeRecord::from(&record());

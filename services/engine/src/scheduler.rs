@@ -296,6 +296,10 @@ impl Scheduler {
         self.preemptions
     }
 
+    pub fn kv_groups(&self) -> &KvGroups {
+        &self.kv.groups
+    }
+
     /// Returns the length of the longest sequence that can run here: the model's limit, or the
     /// pool's.
     pub fn sequence_tokens_max(&self) -> usize {

@@ -42,6 +42,11 @@ pub fn prompt_tokens_max(sequence_tokens_max: u32) -> u32 {
     sequence_tokens_max.saturating_sub(1)
 }
 
+/// Returns the window of each KV group in tokens, 0 for a group without a window.
+pub fn kv_windows(groups: &KvGroups) -> Vec<u32> {
+    groups.windows().map(|window| window.map_or(0, |tokens| tokens.get() as u32)).collect()
+}
+
 /// Returns the bounds of attempts at the node with this record.
 pub fn attempt_limits(record: &NodeRecord) -> AttemptLimits {
     AttemptLimits {

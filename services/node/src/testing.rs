@@ -50,5 +50,6 @@ pub(crate) fn record() -> NodeRecord {
         sampling_version: 0,
         adapters: Vec::new(),
         both_roles: true,
+        kv_windows: vec![0],
     }
 }

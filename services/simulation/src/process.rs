@@ -138,6 +138,7 @@ impl Process {
             sampling_version: SAMPLING_VERSION,
             adapters: Vec::new(),
             both_roles: true,
+            kv_windows: identity::kv_windows(groups),
         };
         let seeds = identity::cache_seeds(&identity);
         let scheduler = Scheduler::new(scheduler_config, seeds)

@@ -12,7 +12,7 @@ use super::{
     requirements::NodeRequirements,
 };
 use crate::{
-    PrefixKeys, Role,
+    NodeRecord, PrefixKeys, Role,
     predict::{DecodeCosts, NodeState, PrefillCosts, Prompt, attention_pairs},
 };
 
@@ -184,8 +184,8 @@ pub(super) struct AttemptLoad {
     pub(super) uncached_tokens: u64,
     /// Number of needed blocks that are not cached.
     pub(super) blocks: u64,
-    /// Blocks of `blocks` that only the answer needs.
-    answer_blocks: u32,
+    /// The number of these blocks if the node only prefills.
+    prefill_blocks: u64,
 }
 
 impl AttemptLoad {
@@ -211,13 +211,13 @@ impl AttemptLoad {
             .min(requirements.tokens.saturating_sub(1));
         let resident_blocks =
             u32::try_from(resident).unwrap_or(u32::MAX).min(cached_tokens / block_size);
-        let blocks = blocks(role, block_size, requirements);
+        // Loaded blocks take memory, too.
+        let blocks = |role| blocks(role, &seen.record, requirements, resident_blocks);
         Self {
             cached_tokens,
             uncached_tokens: u64::from(requirements.tokens - cached_tokens),
-            // Loaded blocks take memory, too.
-            blocks: u64::from(blocks - resident_blocks),
-            answer_blocks: blocks - self::blocks(Role::Prefill, block_size, requirements),
+            blocks: blocks(role),
+            prefill_blocks: blocks(Role::Prefill),
             load_ms,
         }
     }
@@ -228,19 +228,19 @@ impl AttemptLoad {
         let block_size = seen.record.identity.block_size;
         let uncached_tokens = (requirements.tokens - 1) % block_size + 1;
         let cached_tokens = requirements.tokens - uncached_tokens;
+        let blocks = seen.record.kv_windows.len() as u64;
         Self {
             cached_tokens,
             load_ms: 0.0,
             uncached_tokens: uncached_tokens.into(),
-            blocks: 1,
-            answer_blocks: 0,
+            blocks,
+            prefill_blocks: blocks,
         }
     }
 
     /// Returns the attempt's load if the node only prefills.
     fn without_answer(self) -> Self {
-        let blocks = self.blocks - u64::from(self.answer_blocks);
-        Self { blocks, answer_blocks: 0, ..self }
+        Self { blocks: self.prefill_blocks, ..self }
     }
 }
 
@@ -263,13 +263,26 @@ fn resident_prefix(keys: &[u128], cached: &HashSet<u128>, guess: usize) -> usize
 }
 
 /// Returns the number of blocks of prompt and answer for which the attempt needs memory at its
-/// start.
-fn blocks(role: Role, block_size: u32, requirements: &NodeRequirements<'_>) -> u32 {
+/// start, if each KV group has `resident` blocks cached. A decode node is assumed to receive the
+/// prompt's KV, which has no blocks behind a window.
+fn blocks(
+    role: Role,
+    record: &NodeRecord,
+    requirements: &NodeRequirements<'_>,
+    resident: u32,
+) -> u64 {
+    let block_size = record.identity.block_size;
     let new_tokens = match role {
         Role::Prefill => 0,
         Role::Decode => requirements.new_tokens_max.min(NEW_TOKENS_COUNTED),
     };
-    requirements.tokens.saturating_add(new_tokens).div_ceil(block_size)
+    let blocks = requirements.tokens.saturating_add(new_tokens).div_ceil(block_size) - resident;
+    let of_group = |window: &u32| match (role, *window) {
+        (Role::Prefill, _) | (_, 0) => u64::from(blocks),
+        // A window that begins within a block sees one block more.
+        (Role::Decode, window) => u64::from(blocks.min(window.div_ceil(block_size) + 1)),
+    };
+    record.kv_windows.iter().map(of_group).sum()
 }
 
 /// Returns how many blocks the node loads from its tiers, and the time of the load in milliseconds;

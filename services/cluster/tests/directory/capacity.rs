@@ -92,6 +92,30 @@ fn node_without_free_blocks_takes_no_attempt_while_it_has_sequences() {
 }
 
 #[test]
+fn an_attempt_needs_blocks_of_every_kv_group() {
+    let request = NodeRequirements { capacity: starting(false).capacity, ..requirements(160) };
+    // 10 blocks of the prompt and one of the answer in a group without a window.
+    for (kv_windows, needed) in [(vec![0], 11), (vec![0, 0], 22), (vec![0, 32], 14)] {
+        for (blocks_free, busy) in [(needed, false), (needed - 1, true)] {
+            let mut world = World::new();
+            let node = NodeRecord { kv_windows: kv_windows.clone(), ..record(Role::Decode, 11) };
+            world.up(&decode(11), &node, Load { blocks_free, ..load(8, 1) });
+            assert_eq!(is_busy(&mut world, &request), busy, "{kv_windows:?}: {blocks_free} free");
+        }
+    }
+    // A prefill node holds the whole prompt in every group until its KV is sent.
+    let mut world = World::with(Selection { disaggregate: Disaggregate::Always, ..DEFAULT });
+    let of = |role, number| NodeRecord { kv_windows: vec![0, 32], ..record(role, number) };
+    world.up(&decode(11), &of(Role::Decode, 11), load(8, 0));
+    for (port, blocks_free) in [(1, 19), (2, 20)] {
+        let load = Load { blocks_free, ..load(8, 1) };
+        world.up(&prefill(port), &of(Role::Prefill, port.into()), load);
+    }
+    let picked = world.pick_nodes(&request).unwrap();
+    assert_eq!(picked.prefill.unwrap().record.epoch, epoch(2));
+}
+
+#[test]
 fn moving_sequence_avoids_full_nodes_while_another_node_has_room() {
     let mut world = World::new();
     let draining = NodeRecord { both_roles: true, ..record(Role::Decode, 11) };

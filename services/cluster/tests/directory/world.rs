@@ -195,6 +195,7 @@ pub(crate) fn record(role: Role, number: u128) -> NodeRecord {
         sampling_version: 0,
         adapters: Vec::new(),
         both_roles: false,
+        kv_windows: vec![0],
     }
 }
 

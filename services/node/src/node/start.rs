@@ -256,6 +256,7 @@ impl CheckedSettings {
             sampling_version: loaded.sampling_version,
             adapters: loaded.adapters.listed(),
             both_roles: true,
+            kv_windows: identity::kv_windows(scheduler.kv_groups()),
         }
     }
 }

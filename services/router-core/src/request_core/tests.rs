@@ -61,6 +61,7 @@ fn node(role: Role, number: u128) -> Arc<NodeRecord> {
         pooling: false,
         sampling_version: 0,
         both_roles: false,
+        kv_windows: vec![0],
         adapters: Vec::new(),
     })
 }

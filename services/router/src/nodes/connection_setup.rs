@@ -198,6 +198,7 @@ pub(super) mod tests {
             sampling_version: 0,
             adapters: Vec::new(),
             both_roles: false,
+            kv_windows: Vec::new(),
         }
     }
 

@@ -504,6 +504,7 @@ impl State {
             sampling_version: self.sampling_version.load(Ordering::SeqCst),
             adapters: self.adapters.lock().unwrap().clone(),
             both_roles: false,
+            kv_windows: vec![0],
         }
     }
 }
