@@ -196,6 +196,7 @@ fn node_record() -> v1::NodeRecord {
         pooling: false,
         adapters: Vec::new(),
         both_roles: false,
+        kv_windows: vec![0, 128],
         sampling_version: 0,
     }
 }
