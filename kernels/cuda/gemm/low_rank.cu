@@ -1,19 +1,62 @@
-// Low-rank updates (LoRA) beside GEMMs that do not compute them: the kernels add (x A^T) B^T to the output of a GEMM.
+// Low-rank updates (LoRA): y[row] += (x[row] A^T) B^T with the adapter of each row. The idea is that of Punica's SGMV and
+// S-LoRA.
 //
 // Shrink: an item is 8 or 32 rows of one adapter's A for a tile of 64 rows of x. The CTAs take turns with the items of a
 // tile. A CTA multiplies 16 rows of x with this adapter at a time on tensor cores, and its warps split k. For few rows of x
 // there is an item for each part of k, because one CTA would read 8 rows of A too slowly. The reader of `shrunk` adds the
-// parts. Before the kernel waits for x, it brings A and B into the L2 cache.
+// parts. Before the kernel waits for x, it brings A, and B for the GEMM, into the L2 cache, and lets the GEMM start to load
+// its weights.
+//
+// Expand: GEMMs in bf16 of up to 64 rows expand in their own kernel (low_rank.h). The kernel here expands into the output
+// of other GEMMs.
 #include "low_rank.h"
 
 namespace baton {
 namespace {
 
 constexpr int kWarps = 8;
-constexpr int kTileRows = 64;    // rows of x that share items
-constexpr int kGroupRows = 16;   // rows of an mma
-constexpr int kKernelParts = 4;  // parts of k at most
-constexpr int kFewRows = 256;    // up to these rows of x an item has 8 rows of A, above 32
+constexpr int kTileRows = 64;   // rows of x that share items
+constexpr int kGroupRows = 16;  // rows of an mma
+constexpr int kSlice = 128;     // k of a step of a warp
+constexpr int kFewRows = 256;  // up to these rows of x an item has 8 rows of A, above 32
+
+__device__ __forceinline__ void prefetch(const void* from, int64_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  if (bytes > 0) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(static_cast<uint32_t>(bytes)) : "memory");
+  }
+#endif
+}
+
+// Adds x A^T for two rows of x per lane (`low` and `high`; -1: no row) and NT * 8 rows of A, over slices of k.
+template <int NT>
+__device__ __forceinline__ void shrink_group(const bf16* a, const bf16* x, int64_t x_stride, int low, int high, int depth,
+                                             int rows_of_a, int first_slice, int slices, float (&acc)[NT][4]) {
+  const int lane = threadIdx.x % WARP, g = lane >> 2, c = lane & 3;
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+  for (int slice = first_slice; slice < slices; slice += kWarps) {
+    uint4 rows[2][4], weights[NT][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int k = slice * kSlice + i * 32 + c * 8;
+      auto load = [&](const bf16* row, bool is_in) {
+        return is_in && k < depth ? *reinterpret_cast<const uint4*>(row + k) : zero;
+      };
+      rows[0][i] = load(x + low * x_stride, low >= 0);
+      rows[1][i] = load(x + high * x_stride, high >= 0);
+#pragma unroll
+      for (int t = 0; t < NT; ++t) weights[t][i] = load(a + static_cast<int64_t>(t * 8 + g) * depth, t * 8 < rows_of_a);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int t = 0; t < NT; ++t) {
+        mma(acc[t], rows[0][i].x, rows[1][i].x, rows[0][i].y, rows[1][i].y, weights[t][i].x, weights[t][i].y);
+        mma(acc[t], rows[0][i].z, rows[1][i].z, rows[0][i].w, rows[1][i].w, weights[t][i].z, weights[t][i].w);
+      }
+    }
+  }
+}
 
 // Work of a CTA: NT * 8 rows of the A of the adapter in `slot`, from `first_a` on, over part `part` of k.
 struct Item {
@@ -28,7 +71,7 @@ __global__ void __launch_bounds__(kWarps * WARP)
   __shared__ float sums[kWarps - 1][OUTPUTS];
   __shared__ uint8_t list[kTileRows];  // the tile's rows with the item's adapter
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane >> 2, c = lane & 3;
-  const int tile = blockIdx.y * kTileRows, slices = (depth + kShrinkSlice - 1) / kShrinkSlice;
+  const int tile = blockIdx.y * kTileRows, slices = (depth + kSlice - 1) / kSlice;
   const RowAdapter own[2] = {RowAdapter::of(p, tile + lane, rows), RowAdapter::of(p, tile + WARP + lane, rows)};
   // Calls body(item, items of the item's adapter) for each item of this CTA.
   auto for_each_item = [&](auto&& body) {
@@ -51,7 +94,7 @@ __global__ void __launch_bounds__(kWarps * WARP)
   pdl_release();
   if (warp == 0 && blockIdx.y == 0) {
     for_each_item([&](const Item& item, int index, int count) {
-      const int first = slice_of(item.part) * kShrinkSlice, end = min(slice_of(item.part + 1) * kShrinkSlice, depth);
+      const int first = slice_of(item.part) * kSlice, end = min(slice_of(item.part + 1) * kSlice, depth);
       for (int row = lane; row < min(NT * 8, p.ranges * item.rank - item.first_a); row += WARP) {
         prefetch(a_of(item) + static_cast<int64_t>(row) * depth + first, (end - first) * 2);
       }
@@ -76,9 +119,8 @@ __global__ void __launch_bounds__(kWarps * WARP)
     auto row_of = [&](int i) { return i < listed ? tile + list[i] : -1; };
     for (int group = 0; group < listed; group += kGroupRows) {
       float acc[NT][4] = {};
-      const int of_lane[2] = {row_of(group + g), row_of(group + g + 8)};
-      shrink_group<NT, 2, 1>(a_of(item), x, x_stride, of_lane, depth, rows_of_a, slice_of(item.part) + warp, kWarps,
-                             slice_of(item.part + 1), acc);
+      shrink_group<NT>(a_of(item), x, x_stride, row_of(group + g), row_of(group + g + 8), depth, rows_of_a,
+                       slice_of(item.part) + warp, slice_of(item.part + 1), acc);
       // The first warp adds the sums of the others.
       if (warp > 0) {
 #pragma unroll
@@ -119,11 +161,10 @@ __global__ void __launch_bounds__(kTileRows / kGroupRows * WARP)
   const int lane = threadIdx.x % WARP, m0 = blockIdx.y * kTileRows + threadIdx.x / WARP * kGroupRows;
   const int first = blockIdx.x * kExpandEights * 8;
   float acc[kExpandEights][4] = {};
-  UpdateOfRows<kExpandEights, 1> update(p, rows, n, m0);
+  UpdateOfRows<kExpandEights, 1> update(p, rows, n, m0, 0, 1);
   update.prepare(make_int2(first, first + kExpandEights * 4));
   pdl_wait_and_release();
-  const int64_t pitch = static_cast<int64_t>(p.ranges) * p.rank_max;
-  update.add({p.shrunk, pitch, rows * pitch, p.parts}, acc);
+  update.add(acc);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = m0 + (lane >> 2) + half * 8;
@@ -147,7 +188,7 @@ int32_t check_update(const baton_low_rank& p, int32_t rows, int32_t n) {
   BATON_REQUIRE(p.rank_max > 0 && p.rank_max % 16 == 0, "rank_max is %d; expected multiples of 16", p.rank_max);
   BATON_REQUIRE(p.slots > 0 && p.slots <= BATON_ADAPTER_SLOTS_MAX, "slots is %d; expected 1 to %d", p.slots,
                 BATON_ADAPTER_SLOTS_MAX);
-  BATON_REQUIRE(p.parts >= 1 && p.parts <= kKernelParts, "parts is %d; expected 1 to %d", p.parts, kKernelParts);
+  BATON_REQUIRE(p.parts >= 1 && p.parts <= kPartsMost, "parts is %d; expected 1 to %d", p.parts, kPartsMost);
   for (int first : p.firsts) BATON_REQUIRE(first % 8 == 0, "the first output of a range is %d; expected multiples of 8", first);
   return BATON_OK;
 }
@@ -166,8 +207,8 @@ using namespace baton;
 
 BATON_API int32_t baton_shrink_parts(int32_t rows, int32_t depth) {
   if (rows > kTileRows) return 1;
-  const int parts = depth / (kWarps * kShrinkSlice);
-  return parts < 1 ? 1 : parts < kKernelParts ? parts : kKernelParts;
+  const int parts = depth / (kWarps * kSlice);
+  return parts < 1 ? 1 : parts < kPartsMost ? parts : kPartsMost;
 }
 
 BATON_API int32_t baton_shrink(const baton_low_rank* update, const void* x, int64_t x_stride, int32_t rows, int32_t n,

@@ -58,8 +58,6 @@ pub(super) struct LowRankBuffers {
     ranks: Arc<Range>,
     /// f32 `[part][row][range][rank]`: the product of the rows and A, a sum of parts.
     shrunk: Range,
-    /// u32: work of a GEMM that is done; 0 between GEMMs.
-    arrivals: Range,
 }
 
 impl LowRankBuffers {
@@ -72,23 +70,18 @@ impl LowRankBuffers {
         let ranks_bytes = sizes.slots * size_of::<i32>();
         let shrunk_bytes =
             rows.max(PART_ROWS_MAX) * RANGES_MAX * sizes.padded_rank() * size_of::<f32>();
-        let bytes = ranks_bytes.next_multiple_of(ALIGNMENT)
-            + shrunk_bytes.next_multiple_of(ALIGNMENT)
-            + ALIGNMENT;
+        let bytes = ranks_bytes.next_multiple_of(ALIGNMENT) + shrunk_bytes;
         let memory = DeviceMemory::new(context, "the shrunk rows of LoRA adapters", bytes)?;
         let ranks = memory.cut(ranks_bytes)?;
         ranks.write(0, &vec![0_i32; sizes.slots])?;
-        let shrunk = memory.cut(shrunk_bytes)?;
-        let arrivals = memory.cut(size_of::<u32>())?;
-        arrivals.write(0, &[0_u32])?;
-        Ok(Self { ranks: Arc::new(ranks), shrunk, arrivals })
+        Ok(Self { ranks: Arc::new(ranks), shrunk: memory.cut(shrunk_bytes)? })
     }
 }
 
 /// Maximum ranges of a matrix: Q, K and V.
 const RANGES_MAX: usize = 3;
-/// Maximum of rows times parts with several parts: a GEMM of 64 rows has 16 parts.
-const PART_ROWS_MAX: usize = 64 * 16;
+/// Maximum of rows times parts with several parts, as `baton_shrink_parts` documents.
+const PART_ROWS_MAX: usize = 256;
 
 impl CudaLowRank {
     /// Returns the updates of a matrix. `cut` returns memory.
@@ -225,7 +218,6 @@ impl CudaBackend {
             ranks: buffers.ranks.address(),
             row_adapters: if is_whole { arrays.row_adapters } else { arrays.sample_adapters },
             shrunk: buffers.shrunk.part(0, parts as usize * rows * row_bytes),
-            arrivals: buffers.arrivals.address(),
             firsts: updates.firsts(),
             ranges: ranges.len() as i32,
             rank_max: sizes.padded_rank() as i32,
