@@ -18,8 +18,8 @@ use crate::{
 
 const DECODE_ROW_COST: u64 = 64;
 const PREFILL_ROW_COST: u64 = 16;
-/// Cost of a missing block, in prompt tokens: 4 times the prefill of its 16 tokens, because the
-/// attempt waits for other sequences or preempts them.
+/// Cost of a missing block of every KV group, in prompt tokens: 4 times the prefill of its 16
+/// tokens, because the attempt waits for other sequences or preempts them.
 const MISSING_BLOCK_COST: u64 = 64;
 /// Maximum number of output tokens for which an attempt needs blocks at its start.
 const NEW_TOKENS_COUNTED: u32 = 64;
@@ -56,7 +56,7 @@ pub(super) struct Candidate<'a> {
 impl Candidate<'_> {
     /// Returns the same node as a prefill candidate.
     pub(super) fn as_prefill(&self) -> Self {
-        let need = self.need.without_answer();
+        let need = self.need.of_prefill();
         Self { role: Role::Prefill, need, state: None, ..*self }
     }
 
@@ -100,6 +100,15 @@ impl Candidate<'_> {
         self.need.blocks.saturating_sub(available)
     }
 
+    /// Returns the number of KV groups: a group's block holds this part of the KV of its tokens.
+    fn kv_groups(&self) -> u64 {
+        self.seen.record.kv_windows.len() as u64
+    }
+
+    fn missing_blocks_cost(&self) -> u64 {
+        self.missing_blocks() * MISSING_BLOCK_COST / self.kv_groups()
+    }
+
     /// Returns the cost in prompt tokens.
     fn cost(&self, prefills: bool) -> u64 {
         let unseen = self.member.unseen.values();
@@ -118,7 +127,7 @@ impl Candidate<'_> {
         pending
             .saturating_add(self.rows() * row_cost)
             .saturating_add(own)
-            .saturating_add(self.missing_blocks() * MISSING_BLOCK_COST)
+            .saturating_add(self.missing_blocks_cost())
     }
 
     /// Returns the node's state and the prompt on this node. `decodes`: whether the node may decode
@@ -163,12 +172,12 @@ impl Candidate<'_> {
             queue_ms = queue_ms.max(-since(unseen.since)) + state.queued_ms(tokens, pairs);
         }
         state.queue_ms = queue_ms.max(0.0);
-        let blocks_tokens = (self.missing_blocks() * MISSING_BLOCK_COST) as f64;
+        let blocks_tokens = self.missing_blocks_cost() as f64;
         let prompt = Prompt {
             cached_tokens: self.need.cached_tokens.into(),
             uncached_tokens: self.need.uncached_tokens as f64,
             blocks_ms: blocks_tokens * state.prefill.token_ms + self.need.load_ms,
-            evict_ms: self.need.blocks as f64 * state.prefill.token_ms,
+            evict_ms: self.need.blocks as f64 / self.kv_groups() as f64 * state.prefill.token_ms,
         };
         (state, prompt)
     }
@@ -239,7 +248,7 @@ impl AttemptLoad {
     }
 
     /// Returns the attempt's load if the node only prefills.
-    fn without_answer(self) -> Self {
+    fn of_prefill(self) -> Self {
         Self { blocks: self.prefill_blocks, ..self }
     }
 }
@@ -264,7 +273,7 @@ fn resident_prefix(keys: &[u128], cached: &HashSet<u128>, guess: usize) -> usize
 
 /// Returns the number of blocks of prompt and answer for which the attempt needs memory at its
 /// start, if each KV group has `resident` blocks cached. A decode node is assumed to receive the
-/// prompt's KV, which has no blocks behind a window.
+/// prompt's KV, which has no blocks behind a window, unless it must prefill.
 fn blocks(
     role: Role,
     record: &NodeRecord,
@@ -277,10 +286,11 @@ fn blocks(
         Role::Decode => requirements.new_tokens_max.min(NEW_TOKENS_COUNTED),
     };
     let blocks = requirements.tokens.saturating_add(new_tokens).div_ceil(block_size) - resident;
-    let of_group = |window: &u32| match (role, *window) {
-        (Role::Prefill, _) | (_, 0) => u64::from(blocks),
-        // A window that begins within a block sees one block more.
-        (Role::Decode, window) => u64::from(blocks.min(window.div_ceil(block_size) + 1)),
+    let receives = role == Role::Decode && !requirements.local_prefill;
+    let of_group = |window: &u32| match (receives, *window) {
+        (false, _) | (_, 0) => u64::from(blocks),
+        // A window that begins within a block spans one more block.
+        (true, window) => u64::from(blocks.min(window.div_ceil(block_size) + 1)),
     };
     record.kv_windows.iter().map(of_group).sum()
 }
