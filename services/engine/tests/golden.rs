@@ -36,6 +36,11 @@ fn check(golden: &GoldenRun, emitted: usize, outcome: &Outcome) {
     assert_eq!(outcome.finish, Some(FinishReason::Length), "{}", golden.name);
 }
 
+/// Returns the golden prompts that are computed within seconds.
+fn short() -> Vec<GoldenRun> {
+    golden().into_iter().filter(|golden| golden.prompt_ids.len() < 100).collect()
+}
+
 /// Runs all golden prompts at once.
 fn check_batch(engine: &mut CpuEngine, first_id: u128) -> HashMap<SequenceId, Outcome> {
     let all = golden();
@@ -66,13 +71,13 @@ fn golden_tokens_one_prompt_at_a_time_with_cached_prefixes_and_retries() {
     // first retries.
     for (first_id, emitted) in [(20, 0), (30, 1), (40, 20)] {
         for again in [0, 100] {
-            let attempts = (first_id + again..).zip(golden()).map(|(id, golden)| NewSequence {
+            let attempts = (first_id + again..).zip(short()).map(|(id, golden)| NewSequence {
                 cache_salt: format!("retry {emitted}"),
                 adapter: None,
                 ..attempt(id, &golden, emitted)
             });
             let outcomes = run(&mut engine, attempts.collect());
-            for (id, golden) in (first_id + again..).zip(golden()) {
+            for (id, golden) in (first_id + again..).zip(short()) {
                 let outcome = &outcomes[&SequenceId(id)];
                 check(&golden, emitted, outcome);
                 assert_eq!(
@@ -134,8 +139,7 @@ fn golden_tokens_with_speculation_alone_batched_and_handed_over() {
 #[test]
 fn golden_tokens_with_preemption() {
     // All short prompts are admitted. While they decode, they outgrow the pool of 16 blocks.
-    let short: Vec<GoldenRun> =
-        golden().into_iter().filter(|golden| golden.prompt_ids.len() < 100).collect();
+    let short = short();
     let limits = limits_of(&real_model(), 8, 512, 16, 2);
     let (mut engine, _) = engine(&real_model(), unbounded_waits(limits), 2);
     let copies = |copy: u32| {
