@@ -290,7 +290,7 @@ fn blocks(
     let of_group = |window: &u32| match (receives, *window) {
         (false, _) | (_, 0) => u64::from(blocks),
         // A window that begins within a block spans one more block.
-        (true, window) => u64::from(blocks.min(window.div_ceil(block_size) + 1)),
+        (true, window) => u64::from(blocks.min(window.div_ceil(block_size).saturating_add(1))),
     };
     record.kv_windows.iter().map(of_group).sum()
 }
