@@ -15,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cluster::{NodeId, NodeRecord};
+use cluster::{ModelIdentity, NodeId, NodeRecord};
 use engine::{
     Scheduler, StepLoop,
     event::Load,
@@ -103,6 +103,40 @@ struct OpenCall {
     call: CallId,
 }
 
+/// Returns the record of the process on this host.
+fn record(
+    (host, plan): (usize, &NodePlan),
+    model: &ModelPlan,
+    (identity, epoch): (&ModelIdentity, Epoch),
+    block_count: u32,
+) -> NodeRecord {
+    let sequence_tokens_max = plan.longest_sequence();
+    NodeRecord {
+        node_id: NodeId::parse(&name_of(host, plan)).expect("a plain name"),
+        epoch,
+        role: plan.role,
+        control_endpoint: control_endpoint(host),
+        model: model.name.to_string(),
+        identity: identity.clone(),
+        prompt_tokens_max: identity::prompt_tokens_max(sequence_tokens_max),
+        sequence_tokens_max,
+        block_count,
+        vocabulary_size: VOCABULARY,
+        grammar_version: GRAMMAR_VERSION,
+        cpu_fallback: None,
+        peer_tag: vec![1; 32],
+        pooling: false,
+        sampling_version: SAMPLING_VERSION,
+        adapters: Vec::new(),
+        both_roles: true,
+        kv_windows: identity::kv_windows(&model.kv_groups),
+    }
+}
+
+fn name_of(host: usize, plan: &NodePlan) -> String {
+    format!("{}-{host}", plan.role)
+}
+
 impl Process {
     pub(crate) fn start(
         host: usize,
@@ -112,7 +146,7 @@ impl Process {
         epoch: Epoch,
         now: Instant,
     ) -> Self {
-        let name = format!("{}-{host}", plan.role);
+        let name = name_of(host, plan);
         let (tokens_max, groups) = (plan.longest_sequence(), &model.kv_groups);
         let scheduler_config = plan.scheduler_of(groups);
         let limits = scheduler_config.limits;
@@ -120,26 +154,7 @@ impl Process {
         let (fingerprint, format) = (model.fingerprint, WeightFormat::F32);
         let identity = identity::model_identity(fingerprint, format, KV_LAYOUT, groups);
         assert_eq!(KV_LAYOUT.block_bytes(), BLOCK_BYTES);
-        let record = NodeRecord {
-            node_id: NodeId::parse(&name).expect("a plain name"),
-            epoch,
-            role: plan.role,
-            control_endpoint: control_endpoint(host),
-            model: model.name.to_string(),
-            identity: identity.clone(),
-            prompt_tokens_max: identity::prompt_tokens_max(tokens_max),
-            sequence_tokens_max: tokens_max,
-            block_count: limits.blocks,
-            vocabulary_size: VOCABULARY,
-            grammar_version: GRAMMAR_VERSION,
-            cpu_fallback: None,
-            peer_tag: vec![1; 32],
-            pooling: false,
-            sampling_version: SAMPLING_VERSION,
-            adapters: Vec::new(),
-            both_roles: true,
-            kv_windows: identity::kv_windows(groups),
-        };
+        let record = record((host, plan), model, (&identity, epoch), limits.blocks);
         let seeds = identity::cache_seeds(&identity);
         let scheduler = Scheduler::new(scheduler_config, seeds)
             .expect("the plan is consistent")
