@@ -25,9 +25,9 @@ const GPU_STEP_TOKENS: (u32, u32) = (512, 8192);
 /// Maximum KV of a step on a GPU. A transfer by ipc takes 1.5 ms for this KV, at 365 GB/s. The
 /// transfer of a prompt's last step is not overlapped, so this maximum bounds the hand-over gap.
 const GPU_STEP_KV_BYTES: u64 = 512 * MIB;
-/// KV of the last part of a split prompt: 0.4 ms by ipc. A prompt is split only if it has the GPU
-/// to itself.
-const GPU_TAIL_KV_BYTES: u64 = 128 * MIB;
+/// KV of the last part of a split prompt: 0.2 ms by ipc, 6.6 ms by tcp. A prompt is split only if
+/// it has the GPU to itself.
+const GPU_TAIL_KV_BYTES: u64 = 64 * MIB;
 /// Minimum tokens of the last part: a shorter step does not reach full throughput.
 const GPU_TAIL_TOKENS_MIN: u32 = 1024;
 /// A step's activations and KV may take 1/4 of the memory that the weights leave free. If the size
@@ -555,8 +555,9 @@ mod tests {
         assert_eq!(derive(&with(H200, set), None).unwrap().slots, 128);
         let tail = |device, model| derive(&node(device, false, model), None).unwrap().tail_tokens;
         let large = ModelSizes { kv: 4 * SIZES_8B.kv, ..SIZES_8B };
-        assert_eq!(tail(H200, SIZES_8B), Some(1024), "128 MiB of KV");
         assert_eq!(tail(H200, large), Some(1024), "a step of full throughput");
+        let small = ModelSizes { kv: SIZES_8B.kv / 4, ..SIZES_8B };
+        assert_eq!(tail(H200, small), Some(2048), "64 MiB of KV");
         assert_eq!(tail(NodeDevice::Cpu, SIZES_8B), None);
     }
 

@@ -151,7 +151,13 @@ fn prompt_alone_is_sent_while_its_last_part_is_computed() {
     pair.submit(alone.clone());
     pair.run();
     assert_exact(&pair, &alone);
-    assert_eq!(prefill_steps(&mut pair), [128, 48, 24], "the second part ends with a block");
+    assert_eq!(prefill_steps(&mut pair), [112, 64, 24], "the first part ends with a block");
+    // The largest step does not leave a shorter last part.
+    let longer = request(5, 130, 6);
+    pair.submit(longer.clone());
+    pair.run();
+    assert_exact(&pair, &longer);
+    assert_eq!(prefill_steps(&mut pair), [112, 18]);
     // A step of twice the tail is not split, and neither is a prompt that shares its steps.
     let (short, first, second) = (request(2, 64, 6), request(3, 120, 6), request(4, 120, 6));
     pair.submit(short);

@@ -14,9 +14,8 @@ pub struct SchedulerConfig {
     pub step_tokens: u32,
     /// Upper bound on the tokens of one row in one step.
     pub chunk_tokens: u32,
-    /// Tokens of the last part into which a long prompt is split, if its KV is sent to another
-    /// node. The KV of the last part is sent after the step that computes it. `None`: prompts are
-    /// not split.
+    /// Tokens of the last part of a long prompt whose KV is sent to another node. The KV of the
+    /// last part is sent after the step that computes it. `None`: prompts are not split.
     pub tail_tokens: Option<u32>,
     /// Whether the launch of the next decode step waits for KV that a prefill peer is about to
     /// send, until shortly before the device would be idle. Off if the time of a launch is unknown.

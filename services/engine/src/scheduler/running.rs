@@ -421,24 +421,30 @@ fn row_tokens(
     if sequence.scores_prompt() {
         count = count.min(samples_left);
     }
-    if is_alone { split_last_part(sequence, count, config.tail_tokens) } else { count }
+    if is_alone { part_to_send(sequence, count, config.tail_tokens) } else { count }
 }
 
-/// Returns how many of the last `count` tokens of a sender's prompt the step computes. A long last
-/// part is split, so that most of its KV is sent while the rest is computed. A part of at most
-/// twice `tail_tokens` is not split: the additional step would cost as much time as the transfer
-/// saves. A prompt that shares its steps is not split either, because its first part would not end
-/// sooner.
-fn split_last_part(sequence: &mut Sequence, count: u32, tail_tokens: Option<u32>) -> u32 {
-    let ends = sequence.kind == SequenceKind::Send && count == sequence.pending();
-    let tail = tail_tokens.filter(|&tail| ends && count > tail.saturating_mul(2));
-    let Some(tail) = tail else { return count };
+/// Returns how many of the next `count` tokens of a sender's prompt the step computes. The end of a
+/// long prompt is computed in parts of two and one `tail_tokens`, so that the KV of each part is
+/// sent while the next one is computed. Up to twice `tail_tokens` are one part: a further step
+/// would cost as much time as the transfer saves. A prompt that shares its steps is not split,
+/// because its first part would not end sooner.
+fn part_to_send(sequence: &mut Sequence, count: u32, tail_tokens: Option<u32>) -> u32 {
+    let Some(tail) = tail_tokens.filter(|_| sequence.kind == SequenceKind::Send) else {
+        return count;
+    };
+    let pending = sequence.pending();
+    let after = match pending {
+        _ if pending > tail.saturating_mul(5) => 3 * tail,
+        _ if pending > tail.saturating_mul(2) => tail,
+        _ => return count,
+    };
     let row = sequence.row_mut();
     // Blocks are sent when they are full.
-    let end = (row.launched + (count - tail) as usize).next_multiple_of(BLOCK_TOKENS);
-    let first_part = ((end - row.launched) as u32).min(count);
-    row.is_split = first_part < count;
-    first_part
+    let end = (row.launched + (pending - after) as usize).next_multiple_of(BLOCK_TOKENS);
+    let part = ((end - row.launched) as u32).min(count);
+    row.is_split = part < count;
+    part
 }
 
 /// Adds the row to the step.

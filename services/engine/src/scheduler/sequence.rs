@@ -124,7 +124,7 @@ pub(super) struct Row {
     /// Number of further results for which the row reduces the prefill of steps, because it waited
     /// for the steps in flight when its KV arrived.
     pub(super) catch_up: u32,
-    /// Whether the last part of the prompt runs in a separate step.
+    /// Whether the rest of the prompt is computed in further steps, which no other prompt joins.
     pub(super) is_split: bool,
     pub(super) drafts: RowDrafts,
 }
