@@ -1,14 +1,9 @@
-// Low-rank updates (LoRA): y[row] += (x[row] A^T) B^T with the adapter of each row. The idea is that of Punica's SGMV and
-// S-LoRA.
+// Low-rank updates (LoRA) beside GEMMs that do not compute them: the kernels add (x A^T) B^T to the output of a GEMM.
 //
 // Shrink: an item is 8 or 32 rows of one adapter's A for a tile of 64 rows of x. The CTAs take turns with the items of a
 // tile. A CTA multiplies 16 rows of x with this adapter at a time on tensor cores, and its warps split k. For few rows of x
 // there is an item for each part of k, because one CTA would read 8 rows of A too slowly. The reader of `shrunk` adds the
-// parts. Before the kernel waits for x, it brings A, and B for the GEMM, into the L2 cache, and lets the GEMM start to load
-// its weights.
-//
-// Expand: GEMMs in bf16 of up to 64 rows expand in their own kernel (low_rank.h). The kernel here expands into the output
-// of other GEMMs.
+// parts. Before the kernel waits for x, it brings A and B into the L2 cache.
 #include "low_rank.h"
 
 namespace baton {
@@ -17,51 +12,8 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kTileRows = 64;   // rows of x that share items
 constexpr int kGroupRows = 16;  // rows of an mma
-constexpr int kSlice = 128;     // k of a step of a warp
-constexpr int kFewRows = 256;  // up to these rows of x an item has 8 rows of A, above 32
-
-__device__ __forceinline__ void prefetch(const void* from, int64_t bytes) {
-#if __CUDA_ARCH__ >= 900
-  if (bytes > 0) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(static_cast<uint32_t>(bytes)) : "memory");
-  }
-#endif
-}
-
-// Adds x A^T for two rows of x per lane (`low` and `high`; -1: no row) and NT * 8 rows of A, over slices of k.
-template <int NT>
-__device__ __forceinline__ void shrink_group(const bf16* a, const bf16* x, int64_t x_stride, int low, int high, int depth,
-                                             int rows_of_a, int first_slice, int slices, float (&acc)[NT][4]) {
-  const int lane = threadIdx.x % WARP, g = lane >> 2, c = lane & 3;
-  const uint4 zero = make_uint4(0, 0, 0, 0);
-  for (int slice = first_slice; slice < slices; slice += kWarps) {
-    uint4 rows[2][4], weights[NT][4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int k = slice * kSlice + i * 32 + c * 8;
-      auto load = [&](const bf16* row, bool is_in) {
-        return is_in && k < depth ? *reinterpret_cast<const uint4*>(row + k) : zero;
-      };
-      rows[0][i] = load(x + low * x_stride, low >= 0);
-      rows[1][i] = load(x + high * x_stride, high >= 0);
-#pragma unroll
-      for (int t = 0; t < NT; ++t) weights[t][i] = load(a + static_cast<int64_t>(t * 8 + g) * depth, t * 8 < rows_of_a);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-#pragma unroll
-      for (int t = 0; t < NT; ++t) {
-        mma(acc[t], rows[0][i].x, rows[1][i].x, rows[0][i].y, rows[1][i].y, weights[t][i].x, weights[t][i].y);
-        mma(acc[t], rows[0][i].z, rows[1][i].z, rows[0][i].w, rows[1][i].w, weights[t][i].z, weights[t][i].w);
-      }
-    }
-  }
-}
-
-// Work of a CTA: NT * 8 rows of the A of the adapter in `slot`, from `first_a` on, over part `part` of k.
-struct Item {
-  int slot, rank, first_a, part;
-};
+constexpr int kPartsMost = 4;   // parts of k
+constexpr int kFewRows = 256;   // up to these rows of x an item has 8 rows of A, above 32
 
 // blockIdx.y: tile of rows.
 template <int NT>
@@ -69,58 +21,39 @@ __global__ void __launch_bounds__(kWarps * WARP)
     shrink_kernel(const __grid_constant__ baton_low_rank p, const bf16* x, int64_t x_stride, int rows, int n, int depth) {
   constexpr int OUTPUTS = kGroupRows * NT * 8;
   __shared__ float sums[kWarps - 1][OUTPUTS];
-  __shared__ uint8_t list[kTileRows];  // the tile's rows with the item's adapter
+  __shared__ uint8_t lists[kWarps][kTileRows];
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane >> 2, c = lane & 3;
-  const int tile = blockIdx.y * kTileRows, slices = (depth + kSlice - 1) / kSlice;
-  const RowAdapter own[2] = {RowAdapter::of(p, tile + lane, rows), RowAdapter::of(p, tile + WARP + lane, rows)};
-  // Calls body(item, items of the item's adapter) for each item of this CTA.
-  auto for_each_item = [&](auto&& body) {
-    Adapters adapters = {own[0], own[1]};
-    int before = 0;
-    for (RowAdapter adapter = adapters.next(); adapter.slot >= 0; adapter = adapters.next()) {
-      const auto [slot, rank] = adapter;
-      const int count = (p.ranges * rank + NT * 8 - 1) / (NT * 8) * p.parts;
-      const int skipped = (before + gridDim.x - 1 - blockIdx.x) / gridDim.x;
-      for (int i = skipped * gridDim.x + blockIdx.x - before; i < count; i += gridDim.x) {
-        body(Item{slot, rank, i / p.parts * NT * 8, i % p.parts}, i, count);
-      }
-      before += count;
-    }
-  };
-  auto a_of = [&](const Item& item) {
-    return static_cast<const bf16*>(p.a) + (static_cast<int64_t>(item.slot) * p.ranges * p.rank_max + item.first_a) * depth;
+  uint8_t* const list = lists[warp];
+  const int tile = blockIdx.y * kTileRows, slices = (depth + kShrinkSlice - 1) / kShrinkSlice;
+  const Adapters own = {RowAdapter::of(p, tile + lane, rows), RowAdapter::of(p, tile + WARP + lane, rows)};
+  auto for_each = [&](auto&& body) {
+    for_each_item<NT * 8>(p, own, p.parts, blockIdx.x, [&](int at) { return at + gridDim.x; }, body);
   };
   auto slice_of = [&](int part) { return slices * part / p.parts; };
   pdl_release();
   if (warp == 0 && blockIdx.y == 0) {
-    for_each_item([&](const Item& item, int index, int count) {
-      const int first = slice_of(item.part) * kSlice, end = min(slice_of(item.part + 1) * kSlice, depth);
-      for (int row = lane; row < min(NT * 8, p.ranges * item.rank - item.first_a); row += WARP) {
-        prefetch(a_of(item) + static_cast<int64_t>(row) * depth + first, (end - first) * 2);
+    for_each([&](const Item& item) {
+      const int first = slice_of(item.part) * kShrinkSlice, end = min(slice_of(item.part + 1) * kShrinkSlice, depth);
+      const auto [slot, rank] = item.adapter;
+      for (int row = lane; row < min(NT * 8, p.ranges * rank - item.first_a); row += WARP) {
+        prefetch(a_of(p, slot, item.first_a + row, depth) + first, (end - first) * 2);
       }
-      const int64_t each = (static_cast<int64_t>(n) * item.rank * 2 / count / WARP + 16) / 16 * 16;
-      const int64_t at = (static_cast<int64_t>(index) * WARP + lane) * each;
-      const auto* b = static_cast<const bf16*>(p.b) + static_cast<int64_t>(item.slot) * n * p.rank_max;
-      prefetch(reinterpret_cast<const char*>(b) + at, min(each, static_cast<int64_t>(n) * item.rank * 2 - at));
+      const int64_t each = (static_cast<int64_t>(n) * rank * 2 / item.count / WARP + 16) / 16 * 16;
+      const int64_t at = (static_cast<int64_t>(item.index) * WARP + lane) * each;
+      const auto* b = static_cast<const bf16*>(p.b) + static_cast<int64_t>(slot) * n * p.rank_max;
+      prefetch(reinterpret_cast<const char*>(b) + at, min(each, static_cast<int64_t>(n) * rank * 2 - at));
     });
   }
   pdl_wait();
-  for_each_item([&](const Item& item, int, int) {
-    const unsigned firsts = __ballot_sync(FULL, own[0].slot == item.slot), seconds = __ballot_sync(FULL, own[1].slot == item.slot);
-    const int listed = __popc(firsts) + __popc(seconds);
-    __syncthreads();
-    if (warp == 0) {
-      const unsigned before = (1u << lane) - 1;
-      if (own[0].slot == item.slot) list[__popc(firsts & before)] = lane;
-      if (own[1].slot == item.slot) list[__popc(firsts) + __popc(seconds & before)] = WARP + lane;
-    }
-    __syncthreads();
-    const int rows_of_a = p.ranges * item.rank - item.first_a;
+  for_each([&](const Item& item) {
+    const int listed = list_rows(own, item.adapter.slot, list);
+    const int rows_of_a = p.ranges * item.adapter.rank - item.first_a;
     auto row_of = [&](int i) { return i < listed ? tile + list[i] : -1; };
     for (int group = 0; group < listed; group += kGroupRows) {
       float acc[NT][4] = {};
-      shrink_group<NT>(a_of(item), x, x_stride, row_of(group + g), row_of(group + g + 8), depth, rows_of_a,
-                       slice_of(item.part) + warp, slice_of(item.part + 1), acc);
+      const int of_lane[2] = {row_of(group + g), row_of(group + g + 8)};
+      shrink_group<NT, 2, 1>(a_of(p, item.adapter.slot, item.first_a, depth), x, x_stride, of_lane, depth, rows_of_a,
+                             slice_of(item.part) + warp, kWarps, slice_of(item.part + 1), acc);
       // The first warp adds the sums of the others.
       if (warp > 0) {
 #pragma unroll
@@ -161,10 +94,11 @@ __global__ void __launch_bounds__(kTileRows / kGroupRows * WARP)
   const int lane = threadIdx.x % WARP, m0 = blockIdx.y * kTileRows + threadIdx.x / WARP * kGroupRows;
   const int first = blockIdx.x * kExpandEights * 8;
   float acc[kExpandEights][4] = {};
-  UpdateOfRows<kExpandEights, 1> update(p, rows, n, m0, 0, 1);
+  UpdateOfRows<kExpandEights, 1> update(p, rows, n, m0);
   update.prepare(make_int2(first, first + kExpandEights * 4));
   pdl_wait_and_release();
-  update.add(acc);
+  const int64_t pitch = static_cast<int64_t>(p.ranges) * p.rank_max;
+  update.add(Shrunk<kPartsMost>{p.shrunk, pitch, rows * pitch, p.parts}, acc);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = m0 + (lane >> 2) + half * 8;
@@ -180,16 +114,9 @@ __global__ void __launch_bounds__(kTileRows / kGroupRows * WARP)
   }
 }
 
-int32_t check_update(const baton_low_rank& p, int32_t rows, int32_t n) {
-  BATON_REQUIRE(p.a && p.b && p.ranks && p.row_adapters && p.shrunk, "an address of the low-rank update is null");
-  BATON_REQUIRE(rows >= 0, "rows is %d; expected 0 or more", rows);
-  BATON_REQUIRE(n > 0 && n % 8 == 0, "n is %d; expected multiples of 8", n);
-  BATON_REQUIRE(p.ranges >= 1 && p.ranges <= 3, "ranges is %d; expected 1 to 3", p.ranges);
-  BATON_REQUIRE(p.rank_max > 0 && p.rank_max % 16 == 0, "rank_max is %d; expected multiples of 16", p.rank_max);
-  BATON_REQUIRE(p.slots > 0 && p.slots <= BATON_ADAPTER_SLOTS_MAX, "slots is %d; expected 1 to %d", p.slots,
-                BATON_ADAPTER_SLOTS_MAX);
+int32_t check_kernel_update(const baton_low_rank& p, int32_t rows, int32_t n) {
+  BATON_TRY(check_update(p, rows, n));
   BATON_REQUIRE(p.parts >= 1 && p.parts <= kPartsMost, "parts is %d; expected 1 to %d", p.parts, kPartsMost);
-  for (int first : p.firsts) BATON_REQUIRE(first % 8 == 0, "the first output of a range is %d; expected multiples of 8", first);
   return BATON_OK;
 }
 
@@ -207,7 +134,7 @@ using namespace baton;
 
 BATON_API int32_t baton_shrink_parts(int32_t rows, int32_t depth) {
   if (rows > kTileRows) return 1;
-  const int parts = depth / (kWarps * kSlice);
+  const int parts = depth / (kWarps * kShrinkSlice);
   return parts < 1 ? 1 : parts < kPartsMost ? parts : kPartsMost;
 }
 
@@ -215,7 +142,7 @@ BATON_API int32_t baton_shrink(const baton_low_rank* update, const void* x, int6
                                int32_t depth, void* stream) {
   return guarded([&]() -> int32_t {
     BATON_REQUIRE(update && x, "update or x is null");
-    BATON_TRY(check_update(*update, rows, n));
+    BATON_TRY(check_kernel_update(*update, rows, n));
     BATON_REQUIRE(depth > 0 && depth % 8 == 0, "depth is %d; expected multiples of 8", depth);
     BATON_REQUIRE(x_stride >= depth && x_stride % 8 == 0, "x_stride is %lld; expected multiples of 8 from the depth, %d, on",
                   static_cast<long long>(x_stride), depth);
@@ -236,7 +163,7 @@ BATON_API int32_t baton_expand(const baton_low_rank* update, void* out, int64_t 
                                void* stream) {
   return guarded([&]() -> int32_t {
     BATON_REQUIRE(update && out, "update or out is null");
-    BATON_TRY(check_update(*update, rows, n));
+    BATON_TRY(check_kernel_update(*update, rows, n));
     BATON_REQUIRE(out_stride >= n && out_stride % 2 == 0, "out_stride is %lld; expected even numbers from n, %d, on",
                   static_cast<long long>(out_stride), n);
     if (rows == 0) return BATON_OK;

@@ -17,6 +17,10 @@
 // With `pdl` a CTA takes the whole shared memory of an SM on purpose: the next kernel's CTA starts on an SM only when
 // this kernel's CTA there exits. With two CTAs per SM, early CTAs gather on idle SMs, and an SM with two CTAs finishes
 // late. This is slower than no early start.
+//
+// With low-rank updates a CTA has helper warps. They compute x A^T together with those of the other CTAs (low_rank.h) while the
+// other warps multiply. Their part of a tile's sums is the update, and they run the epilogue, so that the other warps go on
+// with the next tiles.
 #include <utility>
 
 #include "device.cuh"
@@ -32,18 +36,22 @@ constexpr int kRowsMax = 16;  // rows of x; wide_gemm.cu takes more
 constexpr int kSlice = 128;  // k of a stage of 8 weight rows
 // Formats of the weight. FP8 is e4m3 with a scale per weight row, and is widened to bf16 in registers.
 struct Bf16Weight {
-  static constexpr int kBytes = 2;
-  static constexpr bool kHasUpdate = false;
+  static constexpr int kBytes = 2, kHelperWarps = 0;
 };
 // bf16, and the low-rank updates of the rows of x are added.
 struct UpdatedBf16Weight {
-  static constexpr int kBytes = 2;
-  static constexpr bool kHasUpdate = true;
+  static constexpr int kBytes = 2, kHelperWarps = 4;
 };
 struct Fp8Weight {
-  static constexpr int kBytes = 1;
-  static constexpr bool kHasUpdate = false;
+  static constexpr int kBytes = 1, kHelperWarps = 0;
 };
+template <class W>
+constexpr bool kHasUpdate = W::kHelperWarps > 0;
+template <class W>
+constexpr int kSums = kWarps + kHasUpdate<W>;  // parts of a tile's sums
+template <class W>
+constexpr int kThreads = (kWarps + W::kHelperWarps) * WARP;
+constexpr int kStagedFloats = 2048;  // of x A^T in shared memory
 template <class W>
 constexpr int kStageBytes = 8 * kSlice * W::kBytes;
 constexpr int kSmemHalf = 112 * 1024, kSmemWhole = 224 * 1024;
@@ -52,7 +60,9 @@ template <class W, int NT, int MT, bool DEEP>
 struct Shape {
   static constexpr int kRows = NT * 8;
   static constexpr int kSumPitch = kRows + 4;
-  static constexpr int kSumBytes = kWarps * MT * 8 * kSumPitch * 4 + 16 * 4;
+  static constexpr int kSumFloats = kSums<W> * MT * 8 * kSumPitch;
+  static constexpr int kBuffers = !kHasUpdate<W> || NT * MT > 4 ? 1 : NT * MT > 2 ? 2 : 3;  // of sums of tiles
+  static constexpr int kSumBytes = (kBuffers * kSumFloats + 16 + kHasUpdate<W> * kStagedFloats) * 4;
   static constexpr int kFit = ((DEEP ? kSmemWhole : kSmemHalf) - kSumBytes) / (kWarps * kStageBytes<W>);
   // Stages for which each format has the same number of bytes in flight.
   static constexpr int kMost = (DEEP ? 24 : 12) / W::kBytes;
@@ -72,30 +82,34 @@ __device__ __forceinline__ uint32_t widen_fp8(uint32_t word) {
   return *reinterpret_cast<const uint32_t*>(&wide);
 }
 
-// Reduces the warps' partial sums of a tile and applies the epilogue.
+// Stores the accumulators of the eight weight rows from t * 8 on to part `part` of a tile's sums.
+template <int NT, int MT>
+__device__ __forceinline__ void store_sums(float* sums, int part, int t, const float (&acc)[4]) {
+  constexpr int kPitch = NT * 8 + 4;
+  const int lane = threadIdx.x & 31;
+  float* to = sums + (part * MT * 8 + (lane >> 2)) * kPitch + t * 8 + 2 * (lane & 3);
+  *reinterpret_cast<float2*>(to) = make_float2(acc[0], acc[1]);
+  if (MT == 2) *reinterpret_cast<float2*>(to + 8 * kPitch) = make_float2(acc[2], acc[3]);
+}
+
+// Adds the parts of a tile's sums, which the warps have stored, and applies the epilogue. With updates, the helper warps
+// call the function, else all warps.
 template <class W, int NT, int MT, int EPI>
-__device__ __forceinline__ void finish_tile(const baton_skinny_gemm_args& p, int tile, int tiles,
-                                            const float (&acc)[NT][4], float* sums, const float* scales) {
+__device__ __forceinline__ void finish_tile(const baton_skinny_gemm_args& p, int tile, int tiles, const float* sums,
+                                            const float* scales) {
   constexpr int R = NT * 8, kPitch = R + 4, kHalf = R / 2;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int g = lane >> 2, c = lane & 3;
-#pragma unroll
-  for (int t = 0; t < NT; ++t) {
-    float* to = sums + (warp * MT * 8 + g) * kPitch + t * 8 + 2 * c;
-    *reinterpret_cast<float2*>(to) = make_float2(acc[t][0], acc[t][1]);
-    if (MT == 2) *reinterpret_cast<float2*>(to + 8 * kPitch) = make_float2(acc[t][2], acc[t][3]);
-  }
-  __syncthreads();
+  constexpr int kFinishers = kHasUpdate<W> ? W::kHelperWarps : kWarps;
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) - (kHasUpdate<W> ? kWarps : 0);
   const int2 at = tile_rows<R, EPI>(p, tile);
   // Whole warps stay converged: RESIDUAL adds the squares of a tile's row with shuffles.
-  for (int base = warp * 32; base < p.rows * kHalf; base += kWarps * 32) {
+  for (int base = warp * 32; base < p.rows * kHalf; base += kFinishers * 32) {
     const int it = base + lane;
     const bool valid = it < p.rows * kHalf;
     const int m = valid ? it / kHalf : 0, i = it % kHalf;
     const float scale = scales[m];
     float a = 0.f, b = 0.f;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
+    for (int w = 0; w < kSums<W>; ++w) {
       const float* from = sums + (w * MT * 8 + m) * kPitch + i;
       a += from[0];
       b += from[kHalf];
@@ -163,16 +177,69 @@ __device__ __forceinline__ void finish_tile(const baton_skinny_gemm_args& p, int
       }
     }
   }
-  __syncthreads();
 }
 
-struct NoUpdate {
-  __device__ __forceinline__ NoUpdate(const baton_low_rank&, int, int, int, int, int) {}
-};
+// Named barriers. A full buffer has the sums of a tile, a free one may get those of another.
+constexpr int kHelperBarrier = 1, kFullBarrier = 2, kFreeBarrier = 5;
+__device__ __forceinline__ void named_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Work of a helper warp: its items of x A^T, then the updates of sixteen weight rows of each tile, and the epilogue.
+template <class W, int NT, int MT, int EPI, class S>
+__device__ __forceinline__ void help(const baton_skinny_gemm_args& p, int tiles, float* sums, const float* scales) {
+  __shared__ uint8_t lists[W::kHelperWarps][SharedShrink::kRows];
+  const int helper = threadIdx.x / WARP - kWarps;
+  const bool adds = helper < NT / 2;
+  SharedShrink shrink(p.low_rank, p.rows, p.depth);
+  shrink.prefetch_a(helper * gridDim.x + blockIdx.x, W::kHelperWarps * gridDim.x);
+  UpdateOfRows<2, 8> update(p.low_rank, p.rows, p.n, 0);
+  auto prepare = [&](int tile) {
+    const int2 at = tile_rows<NT * 8, EPI>(p, tile);
+    update.prepare(make_int2(at.x + helper * 8, at.y + helper * 8));
+  };
+  if (adds) prepare(blockIdx.x);
+  pdl_wait_and_release();
+  shrink.compute<MT>(static_cast<const bf16*>(p.x), p.x_stride, lists[helper]);
+  shrink.wait();
+  auto shrunk = shrink.shrunk();
+  const int pitch = p.low_rank.ranges * shrink.rank_most;
+  if (p.rows * pitch <= kStagedFloats) {
+    auto* staged = const_cast<float*>(scales) + 16;
+    const int thread = threadIdx.x - kWarps * WARP;
+    shrink.for_each_four(thread, W::kHelperWarps * WARP, 0, p.low_rank.ranges, [&](int row, int, int, int place, int) {
+      *reinterpret_cast<float4*>(staged + row * pitch + place) = shrunk.four(row, place);
+    });
+    named_sync(kHelperBarrier, W::kHelperWarps * WARP);
+    shrunk = {staged, pitch, 0, 1};
+  }
+  int buffer = 0;
+  unsigned long long left = 0;
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    float acc[2][4] = {};
+    float* const to = sums + buffer * S::kSumFloats;
+    if (adds) update.add(shrunk, acc);
+    if (tile + gridDim.x >= tiles) left = shrink.leave();
+    if (adds) {
+      store_sums<NT, MT>(to, kWarps, helper, acc[0]);
+      store_sums<NT, MT>(to, kWarps, NT / 2 + helper, acc[1]);
+      if (tile + gridDim.x < tiles) prepare(tile + gridDim.x);
+    }
+    named_sync(kFullBarrier + buffer, kThreads<W>);
+    finish_tile<W, NT, MT, EPI>(p, tile, tiles, to, scales);
+    if (S::kBuffers == 1) named_sync(kHelperBarrier, W::kHelperWarps * WARP);
+    if (tile + S::kBuffers * gridDim.x < tiles) named_arrive(kFreeBarrier + buffer, kThreads<W>);
+    buffer = (buffer + 1) % S::kBuffers;
+  }
+  shrink.reset_after_last(left, W::kHelperWarps * gridDim.x);
+}
 
 template <class W, int NT, int MT, int EPI, bool DEEP>
-__global__ void __launch_bounds__(kWarps * 32, DEEP ? 1 : 2)
-    skinny_gemm_kernel(const __grid_constant__ GemmArgs<W::kHasUpdate> args, int tiles) {
+__global__ void __launch_bounds__(kThreads<W>, DEEP || kHasUpdate<W> ? 1 : 2)
+    skinny_gemm_kernel(const __grid_constant__ GemmArgs<kHasUpdate<W>> args, int tiles) {
   const baton_skinny_gemm_args& p = args.get();
   using S = Shape<W, NT, MT, DEEP>;
   constexpr int R = NT * 8;
@@ -186,7 +253,10 @@ __global__ void __launch_bounds__(kWarps * 32, DEEP ? 1 : 2)
   const int g = lane >> 2, c = lane & 3;
   char* mine = smem + warp * (S::kStages * kStage);
   float* sums = reinterpret_cast<float*>(smem + kWarps * S::kStages * kStage);
-  float* scales = sums + kWarps * MT * 8 * S::kSumPitch;
+  float* scales = sums + S::kBuffers * S::kSumFloats;
+  if constexpr (kHasUpdate<W>) {
+    if (warp >= kWarps) return help<W, NT, MT, EPI, S>(p, tiles, sums, scales);
+  }
   const int slices = (p.depth + kSlice - 1) / kSlice;
 
   uint64_t policy;
@@ -225,10 +295,6 @@ __global__ void __launch_bounds__(kWarps * 32, DEEP ? 1 : 2)
   };
 #pragma unroll
   for (int i = 0; i < S::kStages; ++i) load(i);
-  std::conditional_t<W::kHasUpdate, UpdateOfRows<NT, 1>, NoUpdate> updates(p.low_rank, p.rows, p.n, 0, warp, kWarps);
-  if constexpr (W::kHasUpdate) {
-    if (blockIdx.x < tiles) updates.prepare(tile_rows<R, EPI>(p, blockIdx.x));
-  }
   pdl_wait_and_release();
 
   // The row's scale, from the squares that the producer of x stored. finish_tile reads it after its first barrier.
@@ -263,10 +329,6 @@ __global__ void __launch_bounds__(kWarps * 32, DEEP ? 1 : 2)
   int stage = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     float acc[NT][4] = {};
-    if constexpr (W::kHasUpdate) {
-      if (tile != blockIdx.x) updates.prepare(tile_rows<R, EPI>(p, tile));
-      updates.add(acc);
-    }
     for (int s = warp; s < slices; s += kWarps) {
       uint4 x[kParts][MT];
       if (!kAhead) fetch_x(s);
@@ -318,7 +380,21 @@ __global__ void __launch_bounds__(kWarps * 32, DEEP ? 1 : 2)
         stage = stage + 1 == S::kStages ? 0 : stage + 1;
       }
     }
-    finish_tile<W, NT, MT, EPI>(p, tile, tiles, acc, sums, scales);
+    float* to = sums;
+    const int round = (tile - blockIdx.x) / gridDim.x, buffer = round % S::kBuffers;
+    if constexpr (kHasUpdate<W>) {
+      to += buffer * S::kSumFloats;
+      if (round >= S::kBuffers) named_sync(kFreeBarrier + buffer, kThreads<W>);
+    }
+#pragma unroll
+    for (int t = 0; t < NT; ++t) store_sums<NT, MT>(to, warp, t, acc[t]);
+    if constexpr (kHasUpdate<W>) {
+      named_arrive(kFullBarrier + buffer, kThreads<W>);
+    } else {
+      __syncthreads();
+      finish_tile<W, NT, MT, EPI>(p, tile, tiles, sums, scales);
+      __syncthreads();
+    }
   }
 }
 
@@ -330,7 +406,9 @@ int32_t with_epilogue(int epilogue, Body&& body) {
     case BATON_SKINNY_PLAIN: return body(skinny_gemm_kernel<W, NT, MT, BATON_SKINNY_PLAIN, DEEP>, bytes);
     case BATON_SKINNY_RESIDUAL: return body(skinny_gemm_kernel<W, NT, MT, BATON_SKINNY_RESIDUAL, DEEP>, bytes);
     case BATON_SKINNY_SILU: return body(skinny_gemm_kernel<W, NT, MT, BATON_SKINNY_SILU, DEEP>, bytes);
-    case BATON_SKINNY_F32: return body(skinny_gemm_kernel<W, NT, MT, BATON_SKINNY_F32, DEEP>, bytes);
+    case BATON_SKINNY_F32:
+      if constexpr (kHasUpdate<W>) return fail(BATON_UNSUPPORTED, "no update with epilogue F32");
+      else return body(skinny_gemm_kernel<W, NT, MT, BATON_SKINNY_F32, DEEP>, bytes);
     case BATON_SKINNY_QKV: return body(skinny_gemm_kernel<W, NT, MT, BATON_SKINNY_QKV, DEEP>, bytes);
     default: return fail(BATON_INVALID, "epilogue is %d; expected 0 to 4", epilogue);
   }
@@ -434,6 +512,10 @@ int32_t check_operands(const baton_skinny_gemm_args& p) {
                 "x_stride is %lld; expected multiples of %d from the depth, %d, on", static_cast<long long>(p.x_stride),
                 stride_multiple, p.depth);
   BATON_REQUIRE(!p.parts || p.x_scales, "x_scales is null, parts is %d", p.parts);
+  if (p.low_rank.shrunk) {
+    BATON_TRY(check_update(p.low_rank, p.rows, p.n));
+    BATON_REQUIRE(p.low_rank.progress, "progress of the low-rank update is null");
+  }
   BATON_REQUIRE(!p.squares || p.squares_count > 0, "squares_count is %d; expected 1 or more", p.squares_count);
   if (p.epilogue == BATON_SKINNY_RESIDUAL) {
     BATON_REQUIRE(p.residual, "residual is null");
@@ -464,6 +546,7 @@ int32_t load_skinny_gemm() {
       for (int rows : {8, 16}) {
         for (bool deep : {false, true}) {
           for (Format format : {Format::BF16, Format::BF16_UPDATED, Format::FP8}) {
+            if (format == Format::BF16_UPDATED && epilogue == BATON_SKINNY_F32) continue;
             BATON_TRY(with_kernel(format, tile, epilogue, rows, deep,
                                   [](auto* kernel, int bytes) { return load(kernel, bytes); }));
           }
@@ -557,12 +640,13 @@ BATON_API int32_t baton_skinny_gemm(const baton_skinny_gemm_args* args, void* st
     const int tiles = divide_up(p.n, tile);
     grid = tiles < grid ? tiles : grid;
     const Format format = p.weight_scales ? Format::FP8 : p.low_rank.shrunk ? Format::BF16_UPDATED : Format::BF16;
+    const int threads = format == Format::BF16_UPDATED ? kThreads<UpdatedBf16Weight> : kThreads<Bf16Weight>;
     return with_kernel(format, tile, p.epilogue, p.rows, deep, [&](auto* kernel, int bytes) {
       if (bytes > device->shared_bytes) {
         return fail(BATON_UNSUPPORTED, "a skinny GEMM needs %d bytes of shared memory; a CTA has at most %d", bytes,
                     device->shared_bytes);
       }
-      return launch_as(deep, "skinny GEMM", kernel, dim3(grid), dim3(kWarps * WARP), bytes, as_stream(stream), p, tiles);
+      return launch_as(deep, "skinny GEMM", kernel, dim3(grid), dim3(threads), bytes, as_stream(stream), p, tiles);
     });
   });
 }

@@ -13,6 +13,9 @@
 // cores keep about 14 bits of a sum in FP8. With two parts, the sums of a stage therefore start with zero and are
 // added to f32 sums.
 //
+// With low-rank updates, the three further warps help: they compute x A^T together with those of the other CTAs
+// (low_rank.h), and fill the last stages of each tile with it (update_steps.h).
+//
 // With `pdl` the ring is filled with weights before the preceding kernel has completed. The ring takes the whole shared
 // memory of an SM. See skinny_gemm.cu for the reasons.
 #pragma once
@@ -21,7 +24,7 @@
 
 #include "epilogue.h"
 #include "hopper.h"
-#include "low_rank.h"
+#include "update_steps.h"
 
 namespace baton {
 namespace {
@@ -49,7 +52,6 @@ struct Shape {
   static constexpr int kPeerBytes = SPLIT > 1 ? kGroups * 128 * kOwn / 2 * 4 : 0;
   static constexpr int kScaleBytes = PARTS > 0 ? kGroups * kOwn * 4 : 0;  // scales of weight rows, in static memory
   // With FP8, CTAs of the kernel that quantizes x fit beside the ring.
-  static constexpr int kShrinkBytes = 6144;  // shared memory of a CTA of baton_shrink
   static constexpr int kRing = kSmem - (PARTS > 0 ? 4096 : 2048) - kScaleBytes - kPeerBytes;
 
   // Rows of x in a box: whole groups of eight rows for the swizzle. TMA takes three times as long for a row outside the
@@ -58,14 +60,11 @@ struct Shape {
   static __host__ __device__ int box_rows(int rows) { return (rows + 7) / 8 * (kIsSplit ? 16 : 8); }
   static __host__ __device__ int x_bytes(int rows) { return KC * box_rows(rows) * kChunkBytes; }
   static __host__ __device__ int stage_bytes(int rows) { return x_bytes(rows) + kWBytes; }
-  // With an update, the ring leaves shared memory for a CTA of baton_shrink on the same SM.
-  static __host__ __device__ int stages(int rows, bool has_update) {
-    const int fit = (kRing - (has_update ? kShrinkBytes : 0)) / stage_bytes(rows);
+  static __host__ __device__ int stages(int rows) {
+    const int fit = kRing / stage_bytes(rows);
     return fit < kStagesMost ? fit : kStagesMost;
   }
-  static __host__ __device__ int shared_bytes(int rows, bool has_update) {
-    return stages(rows, has_update) * stage_bytes(rows) + kPeerBytes + 1024;
-  }
+  static __host__ __device__ int shared_bytes(int rows) { return stages(rows) * stage_bytes(rows) + kPeerBytes + 1024; }
   static_assert(SPLIT <= 2, "a CTA has one peer");
   static_assert(kWBytes % 1024 == 0 && BN % 16 == 0, "swizzling needs whole groups of eight rows");
   static_assert(kWBytes >= 56 * kChunkBytes, "wgmma reads up to 56 rows behind the last box of x");
@@ -110,13 +109,17 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const baton_skinny_gemm_args& p = args.get();
   constexpr int BN = S::BN, KC = S::KC;
   const int x_rows = S::box_rows(p.rows), x_bytes = S::x_bytes(p.rows), stage_bytes = S::stage_bytes(p.rows);
-  const int stages = S::stages(p.rows, HAS_UPDATE);
+  const int stages = S::stages(p.rows);
   extern __shared__ char raw[];
-  __shared__ __align__(8) uint64_t barriers[2 * kStagesMost];
+  __shared__ __align__(8) uint64_t barriers[(HAS_UPDATE ? 3 : 2) * kStagesMost + HAS_UPDATE];
   __shared__ float scales[S::kGroups * 64];
   __shared__ float weight_scales[S::kGroups][S::kParts > 0 ? S::kOwn : 1];
   const uint32_t ring = (smem_addr(raw) + 1023) / 1024 * 1024;
   const uint32_t full = smem_addr(barriers), empty = full + kStagesMost * 8;
+  // With an update: a stage that the helper warps may fill, and blocks of ranks of the adapters of all rows, which they
+  // set before they arrive at `known`.
+  __shared__ int blocks;
+  const uint32_t handed = empty + kStagesMost * 8, known = handed + kStagesMost * 8;
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
   // CTA `part` of a cluster computes the steps of k from `first_step` on. A split tile has one round.
   const int part = blockIdx.x % S::kSplit, cluster = blockIdx.x / S::kSplit, clusters = gridDim.x / S::kSplit;
@@ -126,7 +129,15 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   auto tile_of = [&](int round) { return cluster + round * clusters; };
 
   const bool fetches = threadIdx.x == S::kGroups * 128;
-  const int total = rounds * steps, early = total < stages ? total : stages;
+  const int total = rounds * steps, early = min(HAS_UPDATE ? steps : total, stages);
+  // Returns the steps of a tile's updates.
+  auto updates_of = [&](int round) {
+    return UpdateSteps<S>(p.low_rank, p.n, tile_rows<BN, EPI>(p, tile_of(round)));
+  };
+  auto update_steps_of = [&](int round) {
+    barrier_wait(known, 0);
+    return updates_of(round).count(blocks);
+  };
   uint64_t weights_once = 0;
   auto fetch_weights_of = [&](int i, int stage) {
     barrier_expect(full + stage * 8, stage_bytes);
@@ -139,6 +150,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     for (int i = 0; i < stages; ++i) {
       barrier_init(full + i * 8, 1);
       barrier_init(empty + i * 8, S::kGroups * 4);
+    }
+    if constexpr (HAS_UPDATE) {
+      for (int i = 0; i < stages; ++i) barrier_init(handed + i * 8, 1);
+      barrier_init(known, 1);
     }
     asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
     weights_once = policy_first();
@@ -154,16 +169,31 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     };
     pdl_wait_and_release();
     for (int i = 0; i < early; ++i) fetch_x_of(i, i);
-    int stage = 0;
-    uint32_t parity = 0;
+    int stage = HAS_UPDATE ? early % stages : 0;
+    uint32_t parity = HAS_UPDATE && early < stages;  // a wait for the other phase of a new barrier returns
+    auto pass = [&] {
+      if (++stage == stages) stage = 0, parity ^= 1;
+    };
+    // Gives the stages behind a tile to the helper warps.
+    auto hand_over = [&](int round) {
+      for (int left = update_steps_of(round); left > 0; --left) {
+        barrier_wait(empty + stage * 8, parity);
+        barrier_arrive(handed + stage * 8);
+        pass();
+      }
+    };
     for (int i = early; i < total; ++i) {
+      if constexpr (HAS_UPDATE) {
+        if (i % steps == 0) hand_over(i / steps - 1);
+      }
       barrier_wait(empty + stage * 8, parity);
       fetch_weights_of(i, stage);
       fetch_x_of(i, stage);
-      if (++stage == stages) stage = 0, parity ^= 1;
+      pass();
     }
+    if constexpr (HAS_UPDATE) hand_over(rounds - 1);
   } else if (warp < S::kGroups * 4) {
-    if constexpr (!HAS_UPDATE) pdl_wait_and_release();
+    pdl_wait_and_release();
     constexpr int ROWS = S::kRows;
     const int m0 = warp * S::kWarpRows + (lane >> 2), group = warp / 4;
     float own_scales[ROWS];
@@ -201,30 +231,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         }
       }
       Extras<S::kOwn, EPI, ROWS> extras;
-      if constexpr (!HAS_UPDATE) extras.fetch(p, at, m0);
+      extras.fetch(p, at, m0);
       float acc[BN / 2];
       float total[S::kIsSplit ? BN / 4 : 1] = {};
-      // The low-rank update of the rows, computed while the first weights arrive. If accumulators started with it, the
-      // compiler would serialize wgmma. It is rounded to bf16 to save registers.
-      __nv_bfloat162 update[HAS_UPDATE ? BN / 8 : 1][2];
-      if constexpr (HAS_UPDATE) {
-        float sums[BN / 8][4] = {};
-        if (warp * S::kWarpRows < p.rows) {
-          constexpr int TOGETHER = BN <= 64 ? 4 : BN <= 112 ? 2 : 1;
-          UpdateOfRows<BN / 8, TOGETHER> rows(p.low_rank, p.rows, p.n, warp * S::kWarpRows, 0, 1);
-          rows.prepare(tile_rows<BN, EPI>(p, tile));
-          if (round == 0) pdl_wait_and_release();
-          rows.add(sums);
-        }
-        if (round == 0) pdl_wait_and_release();
-#pragma unroll
-        for (int i = 0; i < BN / 8; ++i) {
-          update[i][0] = __floats2bfloat162_rn(sums[i][0], sums[i][1]);
-          update[i][1] = __floats2bfloat162_rn(sums[i][2], sums[i][3]);
-        }
-        extras.fetch(p, at, m0);
-      }
-      for (int step = 0; step < steps; ++step) {
+      int end = steps;
+      for (int step = 0; step < end; ++step) {
         barrier_wait(full + stage * 8, parity);
         const uint32_t x_at = ring + stage * stage_bytes + x_first;
         const uint32_t w_at = ring + stage * stage_bytes + x_bytes;
@@ -260,6 +271,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           before = stage;
         }
         if (++stage == stages) stage = 0, parity ^= 1;
+        if constexpr (HAS_UPDATE) {
+          if (step + 1 == steps) end += update_steps_of(round);
+        }
       }
       if constexpr (!S::kIsSplit) {
         wgmma_wait<0>();
@@ -267,14 +281,6 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         for (int i = 0; i < BN / 2; ++i) asm volatile("" : "+f"(acc[i])::"memory");
         release(before);
         before = -1;
-      }
-      if constexpr (HAS_UPDATE) {
-#pragma unroll
-        for (int i = 0; i < BN / 4; ++i) {
-          const float2 more = __bfloat1622float2(update[i / 2][i % 2]);
-          acc[2 * i] += more.x;
-          acc[2 * i + 1] += more.y;
-        }
       }
       if (round == 0) {
         asm volatile("bar.sync 1, %0;" ::"n"(S::kThreads - 32) : "memory");
@@ -310,30 +316,63 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   } else if (warp > S::kGroups * 4) {
     // Computes the scales of the rows of x from the squares that the producer of x stored, while the other warps
     // multiply. Rows in FP8 have scales of their own.
-    pdl_wait_and_release();
-    constexpr int TOGETHER = 11;  // rows whose loads are in flight, a third of 32
-    for (int first = (warp - S::kGroups * 4 - 1) * TOGETHER; first < p.rows; first += 3 * TOGETHER) {
-      float sum[TOGETHER] = {};
-      if (p.squares) {
+    const int helper = warp - S::kGroups * 4 - 1;
+    auto compute_scales = [&] {
+      constexpr int TOGETHER = 11;  // rows whose loads are in flight, a third of 32
+      for (int first = helper * TOGETHER; first < p.rows; first += kHelpers * TOGETHER) {
+        float sum[TOGETHER] = {};
+        if (p.squares) {
 #pragma unroll 2
-        for (int j = lane; j < p.squares_count; j += WARP) {
+          for (int j = lane; j < p.squares_count; j += WARP) {
 #pragma unroll
-          for (int i = 0; i < TOGETHER; ++i) {
-            const int m = min(first + i, p.rows - 1);
-            sum[i] += p.squares[static_cast<int64_t>(m) * p.squares_count + j];
+            for (int i = 0; i < TOGETHER; ++i) {
+              const int m = min(first + i, p.rows - 1);
+              sum[i] += p.squares[static_cast<int64_t>(m) * p.squares_count + j];
+            }
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) {
+          sum[i] = warp_sum(sum[i]);
+          if (lane == 0 && first + i < p.rows) {
+            const float scale = p.squares ? rsqrtf(sum[i] / static_cast<float>(p.depth) + p.eps) : 1.f;
+            scales[first + i] = S::kParts > 0 ? scale * p.x_scales[first + i] : scale;
           }
         }
       }
-#pragma unroll
-      for (int i = 0; i < TOGETHER; ++i) {
-        sum[i] = warp_sum(sum[i]);
-        if (lane == 0 && first + i < p.rows) {
-          const float scale = p.squares ? rsqrtf(sum[i] / static_cast<float>(p.depth) + p.eps) : 1.f;
-          scales[first + i] = S::kParts > 0 ? scale * p.x_scales[first + i] : scale;
+      asm volatile("bar.arrive 1, %0;" ::"n"(S::kThreads - 32) : "memory");
+    };
+    if constexpr (HAS_UPDATE) {
+      __shared__ uint8_t lists[kHelpers][SharedShrink::kRows];
+      SharedShrink shrink(p.low_rank, p.rows, p.depth);
+      if (helper == 0) {
+        if (lane == 0) blocks = shrink.blocks, barrier_arrive(known);
+        updates_of(0).prefetch_b(shrink);
+      }
+      shrink.prefetch_a(helper * gridDim.x + blockIdx.x, kHelpers * gridDim.x);
+      pdl_wait_and_release();
+      shrink.compute<2>(static_cast<const bf16*>(p.x), p.x_stride, lists[helper]);
+      compute_scales();
+      int stage = 0;
+      uint32_t parities = 0;  // of `handed`, a bit for each stage
+      for (int round = 0; round < rounds; ++round) {
+        stage = (stage + steps) % stages;
+        const auto updates = updates_of(round);
+#pragma unroll 1
+        for (int step = 0; step < updates.count(shrink.blocks); ++step) {
+          const uint32_t x_at = ring + stage * stage_bytes;
+          barrier_wait(handed + stage * 8, parities >> stage & 1);
+          parities ^= 1u << stage;
+          updates.fill(shrink, step, x_at, x_at + x_bytes, x_rows);
+          if (helper == 0 && lane == 0) barrier_arrive(full + stage * 8);
+          stage = (stage + 1) % stages;
         }
       }
+      shrink.reset_after_last(shrink.leave(), kHelpers * gridDim.x);
+    } else {
+      pdl_wait_and_release();
+      compute_scales();
     }
-    asm volatile("bar.arrive 1, %0;" ::"n"(S::kThreads - 32) : "memory");
   }
   if constexpr (S::kSplit > 1) {
     if (warp >= S::kGroups * 4) {
@@ -376,7 +415,7 @@ struct Kernel {
     BATON_TRY(make_maps<S>(p, weight, x));
     const int tiles = divide_up(p.n, S::BN), ctas = tiles * S::kSplit;
     return launch_clusters(p.pdl != 0, S::kSplit, "wide GEMM", wide_gemm_kernel<S, EPI, HAS_UPDATE>,
-                           dim3(ctas < blocks ? ctas : blocks), dim3(S::kThreads), S::shared_bytes(p.rows, HAS_UPDATE), stream,
+                           dim3(ctas < blocks ? ctas : blocks), dim3(S::kThreads), S::shared_bytes(p.rows), stream,
                            GemmArgs<HAS_UPDATE>(p), weight, x, tiles);
   }
 };

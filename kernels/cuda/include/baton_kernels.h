@@ -30,7 +30,7 @@
 #endif
 
 /* Increases with every incompatible change of this file. */
-#define BATON_ABI_VERSION 15
+#define BATON_ABI_VERSION 16
 
 /* Tokens per KV block. */
 #define BATON_BLOCK_TOKENS 16
@@ -212,27 +212,29 @@ BATON_API int32_t baton_dequantize_kv(const baton_kv *kv, int32_t layer, const i
 /* Updates of one weight matrix [n][depth] by the adapters in all slots: y[row] += (x[row] A^T) B^T. The outputs are one to
  * three ranges with updates of their own (Q, K and V, or gate and up). ranks[slot] is the rank of the slot's adapter,
  * padded with zeros to a multiple of 16; 0: the slot is empty. A row without adapter, or with an empty slot, has no
- * update. 64 bytes. */
+ * update. 72 bytes. */
 typedef struct {
   const void *a; /* bf16 [slots][ranges * rank_max * depth]; a slot uses the first [ranges][rank][depth] */
   const void *b; /* bf16 [slots][n * rank_max], scale included; a slot uses the first [n][rank] */
   const int32_t *ranks;        /* [slots] */
   const int32_t *row_adapters; /* slot of each row's adapter, or -1; with PDL read before the preceding kernel ends */
-  /* [parts][rows][ranges * rank_max]: x A^T, as a sum over parts of k; a row uses the first [ranges][rank] of each part */
+  /* [parts][rows][ranges * rank_max]: x A^T, as a sum over parts of k; a row uses the first [ranges][rank] of each part. A
+   * GEMM computes it in up to 16 parts. */
   float *shrunk;
+  uint64_t *progress; /* scratch counter of GEMMs: the caller sets 0 once, every GEMM leaves 0; one for each stream */
   int32_t firsts[2];           /* first outputs of the second and third range, multiples of 8; n without */
   int32_t ranges;              /* 1 to 3 */
   int32_t rank_max;            /* a multiple of 16 */
   int32_t slots;               /* 1 to BATON_ADAPTER_SLOTS_MAX */
-  int32_t parts;               /* baton_shrink_parts of the rows and the depth */
+  int32_t parts;               /* baton_shrink_parts of the rows and the depth; a GEMM: unused */
 } baton_low_rank;
 
 /* Returns the number of parts of k into which baton_shrink divides x A^T, so that enough CTAs read A: 1 to 4. rows * parts is
  * at most 256 with several parts. */
 BATON_API int32_t baton_shrink_parts(int32_t rows, int32_t depth);
 
-/* shrunk = x A^T for every row with an adapter. x is bf16 [rows][x_stride]. The next kernel of the stream is a GEMM
- * or baton_expand (baton_programmatic_launch). */
+/* shrunk = x A^T for every row with an adapter. x is bf16 [rows][x_stride]. The next kernel of the stream is
+ * baton_expand (baton_programmatic_launch). */
 BATON_API int32_t baton_shrink(const baton_low_rank *update, const void *x, int64_t x_stride, int32_t rows, int32_t n,
                                int32_t depth, void *stream);
 /* out[row] += shrunk[row] B^T for every row with an adapter. out is bf16 [rows][out_stride]. */
@@ -249,7 +251,7 @@ typedef enum {
   BATON_SKINNY_QKV = 4       /* + bias, RoPE of queries and keys, store of keys and values into the arena */
 } baton_skinny_epilogue;
 
-/* 288 bytes. */
+/* 296 bytes. */
 typedef struct {
   const void *weight; /* bf16 or FP8 (e4m3) [n][depth], contiguous */
   /* Null: the weight is bf16. Else it is FP8, and depth is a multiple of 16. Row i is multiplied by weight_scales[i], or
@@ -292,11 +294,12 @@ typedef struct {
   int32_t grid; /* maximum CTAs; 0: one per SM */
   int32_t tile; /* weight rows per tile; 0: automatic, else a value that baton_skinny_gemm_tile may return */
   int32_t pdl;  /* 1: may start before the preceding kernel of the stream, of any kind, has completed: until then the
-                   GEMM only loads weights */
+                   GEMM only reads weights, row_adapters, and ranks and weights of adapters */
   int32_t squares_count;
   int32_t weight_block; /* 128: weight_scales are those of blocks; else 0 */
   int32_t parts; /* rows in FP8 of each row of x, 1 or 2, with scales of the weight's rows; 0: x is bf16 */
-  /* With `shrunk`: the update, of the same x, is added to x W^T before scale and epilogue. Only for weights in bf16. */
+  /* With `shrunk`: the update is added to x W^T before scale and epilogue. The GEMM computes `shrunk` from x. Only for
+   * weights in bf16. The ranks of the rows' adapters must not change while the GEMM runs: its CTAs would wait forever. */
   baton_low_rank low_rank;
 } baton_skinny_gemm_args;
 

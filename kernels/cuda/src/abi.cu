@@ -21,7 +21,7 @@ static_assert(sizeof(baton_plan_admission) == 96 && sizeof(baton_plan_run) == 20
 static_assert(sizeof(baton_sample_result) == 32 && sizeof(baton_attention_plan) == 184);
 // Each size is the sum of the fields, so the compiler adds no padding.
 static_assert(sizeof(baton_sample_args) == 7 * 8 + 4 * 4);
-static_assert(sizeof(baton_low_rank) == 64 && sizeof(baton_skinny_gemm_args) == 21 * 8 + 14 * 4 + 64);
+static_assert(sizeof(baton_low_rank) == 72 && sizeof(baton_skinny_gemm_args) == 21 * 8 + 14 * 4 + 72);
 static_assert(sizeof(baton_quantize_args) == 7 * 8 + 6 * 4);
 static_assert(sizeof(baton_decode_attention_args) == 16 * 8 + 10 * 4);
 static_assert(sizeof(baton_group) == 96 && sizeof(baton_all_reduce_args) == 56 && sizeof(baton_gather_args) == 80);

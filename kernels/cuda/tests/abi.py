@@ -50,8 +50,8 @@ SampleArgs = struct("SampleArgs", logits=P, logit_stride=I64, masks=P, results=P
                     scratch_bytes=U64, vocabulary=I32, samples=I32, needs=I32, verifies=I32)
 QuantizeArgs = struct("QuantizeArgs", x=P, x_stride=I64, residual=P, norm=P, mirror=P, out=P, scales=P, eps=F32, source=I32,
                       rows=I32, width=I32, parts=I32, reserved=I32)
-LowRank = struct("LowRank", a=P, b=P, ranks=P, row_adapters=P, shrunk=P, firsts=I32 * 2, ranges=I32, rank_max=I32, slots=I32,
-                 parts=I32)
+LowRank = struct("LowRank", a=P, b=P, ranks=P, row_adapters=P, shrunk=P, progress=P, firsts=I32 * 2, ranges=I32, rank_max=I32,
+                 slots=I32, parts=I32)
 SkinnyArgs = struct("SkinnyArgs", weight=P, weight_scales=P, x=P, x_scales=P, x_stride=I64, squares=P, bias=P, out=P, out_stride=I64, residual=P,
                     mirror=P, next_norm=P, squares_out=P, k=P, v=P, stride_block=I64, stride_head=I64,
                     stride_token=I64, frequencies=P, positions=P, destinations=P, eps=F32, rows=I32, n=I32, depth=I32,

@@ -56,8 +56,10 @@ pub struct CudaLowRank {
 pub(super) struct LowRankBuffers {
     /// i32: the padded rank of each slot; 0: the slot is empty.
     ranks: Arc<Range>,
-    /// f32 `[part][row][range][rank]`: the product of the rows and A, a sum of parts.
+    /// f32 `[part][row][range][rank]`: x Aᵀ, a sum of parts.
     shrunk: Range,
+    /// u64: counts of a GEMM; 0 between GEMMs.
+    progress: Range,
 }
 
 impl LowRankBuffers {
@@ -68,20 +70,27 @@ impl LowRankBuffers {
         rows: usize,
     ) -> Result<Self, CudaError> {
         let ranks_bytes = sizes.slots * size_of::<i32>();
-        let shrunk_bytes =
-            rows.max(PART_ROWS_MAX) * RANGES_MAX * sizes.padded_rank() * size_of::<f32>();
-        let bytes = ranks_bytes.next_multiple_of(ALIGNMENT) + shrunk_bytes;
+        let shrunk_rows = rows.max(GEMM_ROWS_MAX * GEMM_PARTS_MAX);
+        let shrunk_bytes = shrunk_rows * RANGES_MAX * sizes.padded_rank() * size_of::<f32>();
+        let bytes = ranks_bytes.next_multiple_of(ALIGNMENT)
+            + shrunk_bytes.next_multiple_of(ALIGNMENT)
+            + ALIGNMENT;
         let memory = DeviceMemory::new(context, "the shrunk rows of LoRA adapters", bytes)?;
         let ranks = memory.cut(ranks_bytes)?;
         ranks.write(0, &vec![0_i32; sizes.slots])?;
-        Ok(Self { ranks: Arc::new(ranks), shrunk: memory.cut(shrunk_bytes)? })
+        let shrunk = memory.cut(shrunk_bytes)?;
+        let progress = memory.cut(size_of::<u64>())?;
+        progress.write(0, &[0_u64])?;
+        Ok(Self { ranks: Arc::new(ranks), shrunk, progress })
     }
 }
 
 /// Maximum ranges of a matrix: Q, K and V.
 const RANGES_MAX: usize = 3;
-/// Maximum of rows times parts with several parts, as `baton_shrink_parts` documents.
-const PART_ROWS_MAX: usize = 256;
+/// Maximum rows of a GEMM that computes x Aᵀ. `baton_shrink` has one part above these rows.
+const GEMM_ROWS_MAX: usize = 64;
+/// Maximum parts of x Aᵀ in a GEMM. `baton_shrink` has fewer.
+const GEMM_PARTS_MAX: usize = 16;
 
 impl CudaLowRank {
     /// Returns the updates of a matrix. `cut` returns memory.
@@ -151,7 +160,7 @@ pub struct LowRankWriter {
 impl LowRankWriter {
     /// Writes the updates of each matrix to a slot that no later step uses; `rank` is the rank of
     /// the updates, 0 empties the slot. Waits for the steps in flight, which may have rows of a
-    /// sequence that used the slot.
+    /// sequence that used the slot: a GEMM whose rows' ranks change while it runs does not end.
     ///
     /// # Panics
     /// When there is no such slot, the rank is too large, or an update has another shape than its
@@ -210,6 +219,7 @@ impl CudaBackend {
                 updates.shape.inputs as i32,
             )
         };
+        let parts_max = if rows <= GEMM_ROWS_MAX { GEMM_PARTS_MAX } else { parts as usize };
         let (arrays, is_whole) = (step.arrays(), rows == step.rows());
         assert!(is_whole || rows == step.samples(), "all rows or the sampled rows have adapters");
         ffi::LowRank {
@@ -217,7 +227,8 @@ impl CudaBackend {
             b: b.address(),
             ranks: buffers.ranks.address(),
             row_adapters: if is_whole { arrays.row_adapters } else { arrays.sample_adapters },
-            shrunk: buffers.shrunk.part(0, parts as usize * rows * row_bytes),
+            shrunk: buffers.shrunk.part(0, parts_max * rows * row_bytes),
+            progress: buffers.progress.address(),
             firsts: updates.firsts(),
             ranges: ranges.len() as i32,
             rank_max: sizes.padded_rank() as i32,
@@ -255,14 +266,8 @@ impl CudaBackend {
         self.expand(rows, update, out);
     }
 
-    /// Launches the first product of the updates.
-    pub(super) fn shrink(
-        &self,
-        rows: usize,
-        x: &CudaBuffer,
-        outputs: usize,
-        update: &ffi::LowRank,
-    ) {
+    /// Computes x Aᵀ of the updates.
+    fn shrink(&self, rows: usize, x: &CudaBuffer, outputs: usize, update: &ffi::LowRank) {
         assert_eq!(x.dtype, Dtype::Bf16, "shrink: the input is bf16");
         let (address, stride) = x.rows_of(rows);
         let (rows, outputs, inputs) = (rows as i32, outputs as i32, x.width as i32);

@@ -248,9 +248,6 @@ impl CudaBackend {
         let in_fp8 = w.scales.as_ref().and_then(|_| self.quantized_args(rows, x, &args));
         let args = in_fp8.unwrap_or(args);
         let tile = self.tile_of(&args)?;
-        if let Some(update) = &update {
-            self.shrink(rows, x, w.rows, update);
-        }
         out.forget();
         self.run(|library, stream| {
             // SAFETY: operands and output have the step's rows and the matrix's sizes, as checked
