@@ -18,7 +18,11 @@ inline int32_t check_update(const baton_low_rank& p, int32_t rows, int32_t n) {
   BATON_REQUIRE(p.rank_max > 0 && p.rank_max % 16 == 0, "rank_max is %d; expected multiples of 16", p.rank_max);
   BATON_REQUIRE(p.slots > 0 && p.slots <= BATON_ADAPTER_SLOTS_MAX, "slots is %d; expected 1 to %d", p.slots,
                 BATON_ADAPTER_SLOTS_MAX);
-  for (int first : p.firsts) BATON_REQUIRE(first % 8 == 0, "the first output of a range is %d; expected multiples of 8", first);
+  for (int i = 0; i < 2; ++i) {
+    const int first = p.firsts[i], lowest = i + 1 < p.ranges ? (i ? p.firsts[0] : 0) : n;
+    BATON_REQUIRE(first % 8 == 0 && first >= lowest && first <= n,
+                  "the first output of range %d is %d; expected multiples of 8 from %d to n, %d", i + 1, first, lowest, n);
+  }
   return BATON_OK;
 }
 
@@ -70,7 +74,8 @@ struct Item {
   int index, count, first_a, part;
 };
 
-// Calls body(item) for the item with number `at`, then for that with number next(at), and so on. The numbers rise.
+// Calls body(item) for the items with numbers `at`, next(at), next(next(at)) and so on. The numbers rise. `next` may claim an
+// item, so it is called only after body has returned.
 template <int ROWS_OF_A, class Next, class Body>
 __device__ __forceinline__ void for_each_item(const baton_low_rank& update, Adapters left, int parts, int at, Next&& next,
                                               Body&& body) {
@@ -185,10 +190,12 @@ __device__ __forceinline__ int range_of(const baton_low_rank& update, int output
 // of an adapter's A and one part of k), computes it alone and stores its sums to `shrunk`.
 //
 // `progress` has the claims in its high half. Its low half has the computed items, and then the warps that have read `shrunk`.
-// A warp claims until a claim fails, and only then waits until all items are computed. All items are then claimed by
-// warps of running CTAs, which compute them without a wait for another CTA. So no CTA waits for one that is not resident, when
-// other kernels hold SMs or the grid has more CTAs than fit: a CTA that starts later finds all items claimed. The last
-// warp to leave sets 0. The next kernel of the stream reads `progress` only after this one has completed, also with PDL.
+// A warp claims until a claim fails, and only then waits until all items are computed. When a claim has failed, all items are
+// claimed by warps of running CTAs, which compute them without a wait for another CTA. So no CTA waits for one that is not
+// resident, when other kernels hold SMs or the grid has more CTAs than fit: a CTA that starts later finds all items claimed.
+//
+// The last warp to leave sets `progress` to 0. The next kernel of the stream reads it only after this one has completed, also
+// with PDL.
 //
 // All lanes of a warp call a function together.
 struct SharedShrink {
@@ -225,7 +232,7 @@ struct SharedShrink {
   __device__ __forceinline__ uint32_t items() const { return update.ranges * blocks * parts; }
   __device__ __forceinline__ int slice_of(int part) const { return slices * part / parts; }
 
-  // Brings the warp's share of A, of `warps`, into the L2 cache. The warps may claim other items.
+  // Brings 1/`warps` of A into the L2 cache. A warp may later claim other items than those that it fetches here.
   __device__ __forceinline__ void prefetch_a(int index, int warps) const {
     auto next = [&](int at) { return at + warps; };
     for_each_item<kBlock>(update, own, parts, index, next, [&](const Item& item) {
@@ -237,7 +244,8 @@ struct SharedShrink {
 
   // Adds to `progress`, and returns it as it was; only for lane 0.
   __device__ __forceinline__ unsigned long long add_progress(unsigned long long added) const {
-    // With a number that is the same in all lanes, the compiler adds a shuffle, which waits for the result.
+    // If all lanes add the same number, the compiler adds them up and shares the result by a shuffle, which waits for the
+    // result. `lane` is 0 here, which the compiler does not know.
     unsigned lane;
     asm("mov.u32 %0, %%laneid;" : "=r"(lane));
     if (threadIdx.x % WARP != 0) return 0;

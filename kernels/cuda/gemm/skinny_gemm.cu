@@ -179,7 +179,7 @@ __device__ __forceinline__ void finish_tile(const baton_skinny_gemm_args& p, int
   }
 }
 
-// Named barriers. A full buffer has the sums of a tile, a free one may get those of another.
+// Named barriers. A full buffer has the sums of a tile, a free one may get those of another tile.
 constexpr int kHelperBarrier = 1, kFullBarrier = 2, kFreeBarrier = 5;
 __device__ __forceinline__ void named_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -297,7 +297,7 @@ __global__ void __launch_bounds__(kThreads<W>, DEEP || kHasUpdate<W> ? 1 : 2)
   for (int i = 0; i < S::kStages; ++i) load(i);
   pdl_wait_and_release();
 
-  // The row's scale, from the squares that the producer of x stored. finish_tile reads it after its first barrier.
+  // The row's scale, from the squares that the producer of x stored. finish_tile reads it after a barrier.
   for (int m = warp; m < 16; m += kWarps) {
     float sum = 0.f;
     if (p.squares && m < p.rows) {
@@ -407,7 +407,7 @@ int32_t with_epilogue(int epilogue, Body&& body) {
     case BATON_SKINNY_RESIDUAL: return body(skinny_gemm_kernel<W, NT, MT, BATON_SKINNY_RESIDUAL, DEEP>, bytes);
     case BATON_SKINNY_SILU: return body(skinny_gemm_kernel<W, NT, MT, BATON_SKINNY_SILU, DEEP>, bytes);
     case BATON_SKINNY_F32:
-      if constexpr (kHasUpdate<W>) return fail(BATON_UNSUPPORTED, "no update with epilogue F32");
+      if constexpr (kHasUpdate<W>) return fail(BATON_INVALID, "check_shape accepts no update with epilogue F32");
       else return body(skinny_gemm_kernel<W, NT, MT, BATON_SKINNY_F32, DEEP>, bytes);
     case BATON_SKINNY_QKV: return body(skinny_gemm_kernel<W, NT, MT, BATON_SKINNY_QKV, DEEP>, bytes);
     default: return fail(BATON_INVALID, "epilogue is %d; expected 0 to 4", epilogue);
@@ -490,6 +490,7 @@ int32_t check_shape(const baton_skinny_gemm_args& p) {
   BATON_REQUIRE(p.parts >= 0 && p.parts <= 2 && (p.parts == 0 || (p.weight_scales && p.weight_block == 0)),
                 "parts is %d; expected 0, or 1 or 2 with scales of the weight's rows", p.parts);
   if (p.low_rank.shrunk && p.weight_scales) return fail(BATON_UNSUPPORTED, "no update of a weight in FP8");
+  if (p.low_rank.shrunk && p.epilogue == BATON_SKINNY_F32) return fail(BATON_UNSUPPORTED, "no update with epilogue F32");
   BATON_REQUIRE(p.epilogue != BATON_SKINNY_SILU || p.n % 2 == 0, "n is %d; of gate and up it is even", p.n);
   BATON_REQUIRE(p.grid >= 0, "grid is %d; expected 0 or more", p.grid);
   BATON_REQUIRE(p.tile == 0 || p.tile == 16 || p.tile == 32 || p.tile == 64 || p.tile == 112 || p.tile == 128 ||

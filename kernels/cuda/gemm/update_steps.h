@@ -1,6 +1,6 @@
 // Low-rank updates (LoRA) in a wide GEMM: further k of a tile. The helper warps of a CTA fill stages of the ring, with
-// x A^T in bf16 in place of x, and B in place of W. Each block of 16 ranks of each adapter of the rows has 16 columns, in each
-// range of outputs of the tile: they are zero for rows with other adapters and in weight rows of other ranges.
+// x A^T in bf16 in place of x, and B in place of W. Each block of 16 ranks of each adapter of the rows has 16 k of its own for
+// each range of outputs of the tile. There x A^T is zero in rows with other adapters, and B in outputs of other ranges.
 #pragma once
 
 #include "hopper.h"

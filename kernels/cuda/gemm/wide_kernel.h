@@ -116,8 +116,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   __shared__ float weight_scales[S::kGroups][S::kParts > 0 ? S::kOwn : 1];
   const uint32_t ring = (smem_addr(raw) + 1023) / 1024 * 1024;
   const uint32_t full = smem_addr(barriers), empty = full + kStagesMost * 8;
-  // With an update: a stage that the helper warps may fill, and blocks of ranks of the adapters of all rows, which they
-  // set before they arrive at `known`.
+  // With an update: the helper warps may fill a stage whose barrier `handed` has completed. They set `blocks`, the blocks of
+  // ranks of the adapters of all rows, before they arrive at `known`.
   __shared__ int blocks;
   const uint32_t handed = empty + kStagesMost * 8, known = handed + kStagesMost * 8;
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     pdl_wait_and_release();
     for (int i = 0; i < early; ++i) fetch_x_of(i, i);
     int stage = HAS_UPDATE ? early % stages : 0;
-    uint32_t parity = HAS_UPDATE && early < stages;  // a wait for the other phase of a new barrier returns
+    uint32_t parity = HAS_UPDATE && early < stages;  // a wait for the other phase of a new barrier returns at once
     auto pass = [&] {
       if (++stage == stages) stage = 0, parity ^= 1;
     };

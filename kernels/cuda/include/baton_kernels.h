@@ -76,8 +76,8 @@ BATON_API int32_t baton_initialise(void);
  * predecessor has completed and its writes are visible. Data that a kernel reads before its wait must therefore be
  * written at least two kernels before. The other four functions release their successor at once. The successor of
  * baton_quantize and of baton_shrink, and of baton_combine_experts with a residual, may read only weights, and `ranks`
- * and `row_adapters` of a baton_low_rank, before its wait, as GEMMs and baton_expand do. The successor of baton_rope_store_kv may read only data that is older than the kernel before
- * baton_rope_store_kv, as attention does.
+ * and `row_adapters` of a baton_low_rank, before its wait. The successor of baton_rope_store_kv may read only data that
+ * is older than the kernel before baton_rope_store_kv, as attention does.
  * Other kernels (cuBLAS, FlashInfer) are launched without PDL and start after all their predecessors. */
 BATON_API void baton_programmatic_launch(int32_t enabled);
 /* Writes sizeof of the structs below, in the order of their definition, and returns their number. `sizes_host` may be null. */
@@ -299,7 +299,8 @@ typedef struct {
   int32_t weight_block; /* 128: weight_scales are those of blocks; else 0 */
   int32_t parts; /* rows in FP8 of each row of x, 1 or 2, with scales of the weight's rows; 0: x is bf16 */
   /* With `shrunk`: the update is added to x W^T before scale and epilogue. The GEMM computes `shrunk` from x. Only for
-   * weights in bf16. The ranks of the rows' adapters must not change while the GEMM runs: its CTAs would wait forever. */
+   * weights in bf16, and not with epilogue F32. The rows' adapters and their ranks must not change from the start of the
+   * GEMM's first CTA, with PDL before the preceding kernel ends, to its end: its CTAs would wait forever. */
   baton_low_rank low_rank;
 } baton_skinny_gemm_args;
 
