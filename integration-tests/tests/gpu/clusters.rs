@@ -82,6 +82,23 @@ struct Wanted {
     margins: Vec<f32>,
 }
 
+impl Wanted {
+    /// Returns the answer to a completion request for `tokens` tokens.
+    async fn of(client: &Client, mut body: Value, tokens: usize) -> Result<Self> {
+        body["logprobs"] = json!(2);
+        let mut wanted = Self { tokens: Vec::new(), margins: Vec::new() };
+        for event in client.stream("/v1/completions", &body).await?.all().await? {
+            wanted.tokens.extend(event.token_ids());
+            if !event.is_done() {
+                wanted.margins.extend(margins(&event.json()));
+            }
+        }
+        ensure!(wanted.tokens.len() == tokens, "{} tokens", wanted.tokens.len());
+        ensure!(wanted.margins.len() == tokens, "{} margins", wanted.margins.len());
+        Ok(wanted)
+    }
+}
+
 /// A model, requests and the expected answers.
 struct Fixture {
     place: Devices,
@@ -191,18 +208,8 @@ impl Fixture {
         let client = Client::new(cluster.http());
         let mut all = Vec::new();
         for request in &self.requests {
-            let mut body = salted_body(&request.prompt, request.tokens, "alone");
-            body["logprobs"] = json!(2);
-            let mut wanted = Wanted { tokens: Vec::new(), margins: Vec::new() };
-            for event in client.stream("/v1/completions", &body).await?.all().await? {
-                wanted.tokens.extend(event.token_ids());
-                if !event.is_done() {
-                    wanted.margins.extend(margins(&event.json()));
-                }
-            }
-            ensure!(wanted.tokens.len() == request.tokens, "{} tokens", wanted.tokens.len());
-            ensure!(wanted.margins.len() == request.tokens, "{} margins", wanted.margins.len());
-            all.push(wanted);
+            let body = salted_body(&request.prompt, request.tokens, "alone");
+            all.push(Wanted::of(&client, body, request.tokens).await?);
         }
         // Otherwise a test could not detect the KV of another request.
         let distinct: BTreeSet<&[u32]> = all.iter().map(|wanted| &wanted.tokens[..8]).collect();

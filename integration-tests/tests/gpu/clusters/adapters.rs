@@ -5,16 +5,19 @@ use integration_tests::{
     client::{Client, salted_body},
     cluster::{Cluster, ClusterSpec},
 };
-use serde_json::json;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 use test_harness::adapter::{self, ModelShape};
 
-use super::{Fixture, Shape, run_on};
+use super::{Fixture, Request, Shape, Wanted, run_on};
 
 /// The model that [`write_model`](super::write_model) writes for GPUs.
 const SHAPE: ModelShape = ModelShape { layers: 6, hidden: 512, queries: 512, keys: 256, ffn: 1024 };
 const NAMES: [&str; 2] = ["sql", "law"];
 const TOKENS: usize = 24;
+/// Smallest logit margin of a certain token in bf16, whose sums are rounded at other places when
+/// the rows or the ranks are others.
+const CERTAIN_MARGIN: f32 = 0.1;
 
 /// Writes the adapters, and returns the value of `model.adapters`.
 fn written(folder: &TempDir) -> Result<String> {
@@ -36,27 +39,29 @@ async fn base(client: &Client) -> Result<String> {
     Ok(base["id"].as_str().context("no name")?.to_owned())
 }
 
-/// Returns the tokens of the base model and of both adapters, and the bytes of transferred KV.
-async fn answers(client: &Client, fixture: &Fixture) -> Result<(Vec<Vec<u32>>, u64)> {
+/// Returns requests to the base model and to both adapters.
+async fn requests(client: &Client, fixture: &Fixture) -> Result<Vec<Value>> {
     let base = base(client).await?;
     let names = [base.clone()].into_iter().chain(NAMES.map(|name| format!("{base}:{name}")));
-    let (mut answers, mut kv_bytes) = (Vec::new(), 0);
-    for name in names {
+    let request = |name: String| {
         let mut body = salted_body(&fixture.requests[4].prompt, TOKENS, &name);
         body["model"] = json!(name);
-        let answer = client.complete(&body).await?;
-        kv_bytes += answer.kv_bytes;
-        answers.push(answer.token_ids);
-    }
-    Ok((answers, kv_bytes))
+        body
+    };
+    Ok(names.map(request).collect())
 }
 
-/// Checks that the first third of the tokens is equal. Later ones may differ: the steps of two
-/// nodes have other rows, and bf16 rounds their sums differently.
-fn ensure_begins_equally(found: &[u32], wanted: &[u32]) -> Result<()> {
-    let equal = found.iter().zip(wanted).take_while(|(found, wanted)| found == wanted).count();
-    ensure!(equal >= wanted.len() / 3, "{found:?} {wanted:?}");
-    Ok(())
+/// Checks that the first third of the tokens is equal, up to a token that is not certain. Later
+/// tokens may differ: a token that differs changes all tokens after it. Returns whether no token of
+/// the first third differs.
+fn begins_equally(found: &[u32], wanted: &Wanted) -> Result<bool> {
+    let third = wanted.tokens.len() / 3;
+    ensure!(found.len() >= third, "{} tokens", found.len());
+    let Some(at) = (0..third).find(|&at| found[at] != wanted.tokens[at]) else { return Ok(true) };
+    let margin = wanted.margins[at];
+    println!("token {at} differs, with a margin of {margin}");
+    ensure!(margin < CERTAIN_MARGIN, "token {at}: {found:?} {:?}, margin {margin}", wanted.tokens);
+    Ok(false)
 }
 
 /// Compares a cluster with a single node. Loads the adapters while the nodes serve unless the nodes
@@ -68,12 +73,16 @@ async fn check(fixture: &Fixture, shape: Shape) -> Result<()> {
     let spec = |shape| ClusterSpec { dtype: "bf16", ..fixture.spec(shape) };
     let cluster = Cluster::start(spec(&alone).set("BATON_MODEL_ADAPTERS", &value)).await?;
     let client = Client::new(cluster.http());
-    let (wanted, _) = answers(&client, fixture).await?;
-    let running = &fixture.requests[0];
-    let running = salted_body(&running.prompt, running.tokens, "running");
-    let undisturbed = client.complete(&running).await?.token_ids;
+    let mut wanted = Vec::new();
+    for body in requests(&client, fixture).await? {
+        wanted.push(Wanted::of(&client, body, TOKENS).await?);
+    }
+    let Request { prompt, tokens } = &fixture.requests[0];
+    let running = salted_body(prompt, *tokens, "running");
+    let undisturbed = Wanted::of(&client, running.clone(), *tokens).await?;
     cluster.stop()?;
-    ensure!(wanted[0][0] != wanted[1][0] && wanted[1][0] != wanted[2][0], "{wanted:?}");
+    let firsts: Vec<u32> = wanted.iter().map(|answer| answer.tokens[0]).collect();
+    ensure!(firsts[0] != firsts[1] && firsts[1] != firsts[2], "{firsts:?}");
 
     let has_ranks = shape.decode[0].len() > 1;
     let spec = spec(&shape);
@@ -94,14 +103,17 @@ async fn check(fixture: &Fixture, shape: Shape) -> Result<()> {
             ensure!(loaded.status.as_u16() == 200, "{}", loaded.json());
         }
         found.extend(stream.token_ids().await?);
-        ensure!(found.len() == undisturbed.len(), "{} tokens", found.len());
-        ensure_begins_equally(&found, &undisturbed)?;
+        ensure!(found.len() == *tokens, "{} tokens", found.len());
+        ensure!(begins_equally(&found, &undisturbed)?, "{found:?} {:?}", undisturbed.tokens);
     }
-    let (found, kv_bytes) = answers(&client, fixture).await?;
+    let (mut kv_bytes, mut equal) = (0, 0);
+    for (body, wanted) in requests(&client, fixture).await?.iter().zip(&wanted) {
+        let answer = client.complete(body).await?;
+        kv_bytes += answer.kv_bytes;
+        equal += usize::from(begins_equally(&answer.token_ids, wanted)?);
+    }
     ensure!(kv_bytes > 0, "no KV was transferred");
-    for (found, wanted) in found.iter().zip(&wanted) {
-        ensure_begins_equally(found, wanted)?;
-    }
+    ensure!(equal >= 2, "{equal} of 3 answers begin equally");
     if !has_ranks {
         let unloaded =
             operator.post("/v1/unload_lora_adapter", &json!({"lora_name": "sql"})).await?;
