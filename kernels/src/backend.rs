@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     fp8::BlockScales,
+    int4::ColumnGroups,
     layout::{Dtype, KvLayout, to_bf16_bits},
     shard::Shard,
 };
@@ -68,6 +69,25 @@ pub trait RowSource: Sync {
     /// When [`Self::mxfp4_parts`] is `None`.
     fn read_mxfp4(&self, _first: usize, _numbers: &mut [u8], _scales: &mut [u8]) {
         panic!("the matrix is not stored in MXFP4");
+    }
+    /// Returns the groups of columns if all rows are stored in INT4 with the same groups, else
+    /// `None`. A backend without kernels for INT4 calls the other methods, which dequantize.
+    fn int4_groups(&self) -> Option<ColumnGroups> {
+        None
+    }
+    /// Reads rows from `first` on, as stored: `numbers` `[rows][cols]`, one in a byte, `scales` and
+    /// `zeros` (zero points) `[rows][groups]`.
+    ///
+    /// # Panics
+    /// When [`Self::int4_groups`] is `None`.
+    fn read_int4(
+        &self,
+        _first: usize,
+        _numbers: &mut [u8],
+        _scales: &mut [f32],
+        _zeros: &mut [u8],
+    ) {
+        panic!("the matrix is not stored in INT4");
     }
 }
 

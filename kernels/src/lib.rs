@@ -5,6 +5,7 @@
 //! * [`digest`] checks that transferred blocks are intact.
 //! * [`backend`] is the trait over which every forward pass is written, once for all devices.
 //! * [`fp8`] defines FP8 numbers and the scales of their blocks.
+//! * [`int4`] defines numbers in INT4 and the groups of their scales.
 //! * [`kv_fp8`] defines KV in FP8.
 //! * [`mxfp4`] defines the order in which GPUs read weights in MXFP4.
 //! * [`shard`] defines the part of a model that a tensor-parallel rank computes.
@@ -22,6 +23,7 @@ pub mod cpu;
 pub mod cuda;
 pub mod digest;
 pub mod fp8;
+pub mod int4;
 pub mod kv_fp8;
 pub mod layout;
 pub mod mxfp4;

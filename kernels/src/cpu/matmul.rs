@@ -17,6 +17,7 @@ pub(super) mod amx;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod int4;
 mod pack;
 mod portable;
 mod q8;
@@ -40,6 +41,8 @@ use crate::layout::WeightFormat;
 const ROW_GROUP_BYTES: usize = 768 << 10;
 /// Minimum bytes of weights per task: reading them takes several times as long as starting a task.
 const TASK_BYTES_MIN: usize = 96 << 10;
+/// Maximum bytes of the unpacked panels of a tile, with which a tile has more than one panel.
+const UNPACKED_BYTES_MAX: usize = 512 << 10;
 /// Tasks per thread, so that other threads compensate for one that is late or interrupted.
 const TASKS_PER_THREAD: usize = 4;
 
@@ -129,6 +132,10 @@ fn multiply(
     let group_blocks = (ROW_GROUP_BYTES / blocks.block_bytes()).clamp(1, blocks.count());
     let grid = grid(pool, w, blocks.count().div_ceil(group_blocks));
     let panels_max = (kernel.panels_for)(blocks.rows_in(0), software_prefetch);
+    let panels_max = match w.is_int4() {
+        true => panels_max.min((UNPACKED_BYTES_MAX / (w.panel_words() * 4)).max(1)),
+        false => panels_max,
+    };
     let n = w.rows();
     let sums = DisjointSlice::new(out);
     pool.run(grid.task_count(), &|_, task| {
@@ -137,23 +144,25 @@ fn multiply(
         let mut panel = panels.start;
         while panel < panels.end {
             let panel_count = panels_max.min(panels.end - panel);
-            for block in row_group * group_blocks..block_end {
-                let tile = MatmulTile {
-                    x: blocks.block(block),
-                    format: kernel.row_format,
-                    row_count: blocks.rows_in(block),
-                    k: w.cols(),
-                    panels: w.panels(panel, panel_count),
-                    columns: (panel_count * PANEL).min(n - panel * PANEL),
-                    software_prefetch,
-                };
-                let start = blocks.first_row(block) * n + panel * PANEL;
-                let length = (tile.row_count - 1) * n + tile.columns;
-                let target = TileOutput { start: sums.range_ptr(start, length), stride: n };
-                // SAFETY: the range is inside the output. The task writes only its tile's elements,
-                // and no other task has this block and these panels.
-                unsafe { (kernel.tile)(&tile, &target, panel_count) };
-            }
+            w.with_panels(level, panel, panel_count, |panels| {
+                for block in row_group * group_blocks..block_end {
+                    let tile = MatmulTile {
+                        x: blocks.block(block),
+                        format: kernel.row_format,
+                        row_count: blocks.rows_in(block),
+                        k: w.cols(),
+                        panels,
+                        columns: (panel_count * PANEL).min(n - panel * PANEL),
+                        software_prefetch,
+                    };
+                    let start = blocks.first_row(block) * n + panel * PANEL;
+                    let length = (tile.row_count - 1) * n + tile.columns;
+                    let target = TileOutput { start: sums.range_ptr(start, length), stride: n };
+                    // SAFETY: the range is inside the output. The task writes only its tile's
+                    // elements, and no other task has this block and these panels.
+                    unsafe { (kernel.tile)(&tile, &target, panel_count) };
+                }
+            });
             panel += panel_count;
         }
     });

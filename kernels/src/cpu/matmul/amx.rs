@@ -129,8 +129,8 @@ pub(super) unsafe fn matmul(
     tiles.pack(level, pool, x, k);
     let (tiles, steps) = (&*tiles, k.div_ceil(INPUTS_STEP));
     let passes = rows.div_ceil(PASS_ROWS);
-    let panel_bytes = w.byte_count() / w.panel_count();
-    let cached_panels = (CACHED_WEIGHTS_BYTES / panel_bytes).max(1);
+    let panel_words = w.panel_words();
+    let cached_panels = (CACHED_WEIGHTS_BYTES / (panel_words * size_of::<u32>())).max(1);
     let grid = grid(pool, w, 1);
     let sums = DisjointSlice::new(out);
     pool.run(grid.task_count(), &|_, task| {
@@ -138,28 +138,32 @@ pub(super) unsafe fn matmul(
         let (_, panels) = grid.part(task);
         for first in panels.clone().step_by(cached_panels) {
             let end = panels.end.min(first + cached_panels);
-            for pass_index in 0..passes {
-                let first_row = pass_index * PASS_ROWS;
-                let pass_rows = PASS_ROWS.min(rows - first_row);
-                // SAFETY: [`request`] returned true (`# Safety`). A pass has 1 to `PASS_ROWS` rows.
-                unsafe { shapes.set(pass_rows) };
-                let a = &tiles.words[2 * pass_index * steps * TILE_WORDS..];
-                let panels_max = if pass_rows > TILE_ROWS { 1 } else { 2 };
-                let mut panel = first;
-                while panel < end {
-                    let panel_count = panels_max.min(end - panel);
-                    let columns = (panel_count * PANEL).min(n - panel * PANEL);
-                    let start = first_row * n + panel * PANEL;
-                    let length = (pass_rows - 1) * n + columns;
-                    let target = TileOutput { start: sums.range_ptr(start, length), stride: n };
-                    let b = w.panels(panel, panel_count);
-                    let pass = TilePass { steps, a, b, rows: pass_rows, panel_count };
-                    // SAFETY: the tiles are shaped for `pass_rows` rows. The target is inside the
-                    // output, and no other task has these rows and panels.
-                    unsafe { pass.run(columns, &target) };
-                    panel += panel_count;
+            w.with_panels(level, first, end - first, |words| {
+                for pass_index in 0..passes {
+                    let first_row = pass_index * PASS_ROWS;
+                    let pass_rows = PASS_ROWS.min(rows - first_row);
+                    // SAFETY: [`request`] returned true (`# Safety`). A pass has 1 to `PASS_ROWS`
+                    // rows.
+                    unsafe { shapes.set(pass_rows) };
+                    let a = &tiles.words[2 * pass_index * steps * TILE_WORDS..];
+                    let panels_max = if pass_rows > TILE_ROWS { 1 } else { 2 };
+                    let mut panel = first;
+                    while panel < end {
+                        let panel_count = panels_max.min(end - panel);
+                        let columns = (panel_count * PANEL).min(n - panel * PANEL);
+                        let start = first_row * n + panel * PANEL;
+                        let length = (pass_rows - 1) * n + columns;
+                        let target = TileOutput { start: sums.range_ptr(start, length), stride: n };
+                        let b =
+                            &words[(panel - first) * panel_words..][..panel_count * panel_words];
+                        let pass = TilePass { steps, a, b, rows: pass_rows, panel_count };
+                        // SAFETY: the tiles are shaped for `pass_rows` rows. The target is inside
+                        // the output, and no other task has these rows and panels.
+                        unsafe { pass.run(columns, &target) };
+                        panel += panel_count;
+                    }
                 }
-            }
+            });
         }
     });
 }
