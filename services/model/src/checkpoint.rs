@@ -4,6 +4,7 @@ pub(crate) mod dummy;
 pub(crate) mod file;
 mod folder;
 mod gguf_file;
+pub(crate) mod int4;
 mod stacked;
 pub(crate) mod stored;
 
@@ -11,15 +12,17 @@ use std::{
     collections::{BTreeMap, HashMap},
     fmt,
     path::{Path, PathBuf},
-    sync::{Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError},
 };
 
+use kernels::Shard;
 use serde::{Deserialize, Serialize};
 
 pub use self::file::FileIdentity;
 use self::{
     dummy::{DummyWeights, RandomMxfp4},
     file::{TensorBytes, io_error},
+    int4::Int4Tensors,
     stored::{StoredTensor, StoredWeights},
 };
 use crate::{
@@ -27,7 +30,7 @@ use crate::{
         ModelConfig,
         fields::JsonFile,
         hugging_face::from_hugging_face,
-        quantization::{ScaleStrategy, scale_strategy},
+        quantization::{Quantization, quantization},
     },
     encoding::Format,
     error::ModelError,
@@ -122,12 +125,13 @@ impl Checkpoint {
                 (gguf_file::open(&file)?.0, Weights::Dummy(DummyWeights { seed }))
             }
             (Location::Folder { config }, LoadFormat::Auto) => {
-                let (mut config, strategy) = read_config(&config)?;
+                let (mut config, quantization) = read_config(&config)?;
                 let mut weights = folder::open(path)?;
+                weights.int4 = quantization.and_then(Quantization::int4);
                 // As in transformers, an output in the files counts more than
                 // `tie_word_embeddings`.
                 config.tied_output &= weights.output_is_embedding(&config);
-                weights.read_scales(&config, strategy)?;
+                weights.read_scales(&config, quantization)?;
                 weights.check_stacks(&config)?;
                 (config, Weights::Stored(weights))
             }
@@ -222,14 +226,35 @@ impl Checkpoint {
         };
         for weight in weights {
             if let WeightShape::Matrix { rows, cols } = weight.shape(&self.config) {
-                let tensor = self.checked(weight).expect("weights were checked when opened");
-                *formats.entry(tensor.format(rows, cols)).or_default() += 1;
+                const CHECKED: &str = "weights were checked when opened";
+                let format = match self.int4(weight).expect(CHECKED) {
+                    Some(tensors) => tensors.format(),
+                    None => self.checked(weight).expect(CHECKED).format(rows, cols),
+                };
+                *formats.entry(format).or_default() += 1;
             }
         }
         formats.into_iter().map(|(name, matrices)| MatrixFormat { name, matrices }).collect()
     }
 
-    /// Returns a weight matrix, row by row in f32.
+    /// Returns the tensors of a matrix that is stored in INT4.
+    fn int4(&self, weight: Weight) -> Result<Option<Int4Tensors<'_>>, ModelError> {
+        match &self.weights {
+            Weights::Stored(stored) => stored.int4(weight, &self.config),
+            Weights::Dummy(_) => Ok(None),
+        }
+    }
+
+    /// Returns the number of elements of a rank's part of the matrices in INT4, and their bytes on
+    /// CPUs, which keep them so.
+    pub fn int4_sizes(&self, shard: Shard) -> (u64, u64) {
+        match &self.weights {
+            Weights::Stored(stored) => stored.int4_sizes(&self.config, shard),
+            Weights::Dummy(_) => (0, 0),
+        }
+    }
+
+    /// Returns a weight matrix, row by row in f32. Reads a matrix in INT4 to memory as stored.
     ///
     /// # Panics
     /// When `weight` is a vector.
@@ -249,10 +274,17 @@ impl Checkpoint {
                     _ => MatrixData::Random(rows),
                 }
             }
-            _ => {
-                let StoredTensor { bytes, encoding, order, scales, .. } = self.checked(weight)?;
-                MatrixData::Stored { bytes, encoding, order, scales }
-            }
+            Weights::Stored(_) => match self.int4(weight)? {
+                Some(tensors) => {
+                    let order = tensors.order;
+                    MatrixData::Int4 { matrix: Arc::new(tensors.read()), order }
+                }
+                None => {
+                    let StoredTensor { bytes, encoding, order, scales, .. } =
+                        self.checked(weight)?;
+                    MatrixData::Stored { bytes, encoding, order, scales }
+                }
+            },
         };
         Ok(MatrixSource::new(rows, cols, data))
     }
@@ -365,18 +397,25 @@ impl Checkpoint {
 
     /// Returns the error for an element of a stored weight that is infinite or NaN.
     pub(crate) fn not_finite(&self, weight: Weight, element: usize, found: f32) -> ModelError {
-        match self.checked(weight) {
-            Ok(tensor) => tensor.not_finite(element, found),
-            Err(error) => error,
-        }
+        let error = match self.int4(weight) {
+            Ok(Some(tensors)) => Ok(tensors.not_finite(element, found)),
+            Ok(None) => self.checked(weight).map(|tensor| tensor.not_finite(element, found)),
+            Err(error) => Err(error),
+        };
+        error.unwrap_or_else(|error| error)
     }
 
     /// Returns all stored weights after checking them, and after each the tensors with its scales,
-    /// which belong to no other weight. Tensors with several experts belong to no single weight.
+    /// which belong to no other weight. Tensors with several experts, and the tensors of a matrix
+    /// in INT4, have no weight beside them.
     fn directory(&self) -> Result<Vec<(Option<Weight>, StoredTensor<'_>)>, ModelError> {
         let Weights::Stored(stored) = &self.weights else { return Ok(Vec::new()) };
         let mut directory = Vec::new();
         for weight in Weight::all(&self.config) {
+            if let Some(tensors) = stored.int4(weight, &self.config)? {
+                directory.extend(tensors.into_list().map(|tensor| (None, tensor)));
+                continue;
+            }
             let tensor = self.checked(weight)?;
             if let Some(tensors) = stored.tensors_of_stack(weight, &self.config) {
                 directory.extend(tensors.into_iter().map(|tensor| (None, tensor)));
@@ -437,15 +476,15 @@ impl Location {
 }
 
 /// Reads `config.json` and, if it exists, `generation_config.json` in the same folder. Returns how
-/// FP8 matrices are scaled, too.
-fn read_config(path: &Path) -> Result<(ModelConfig, Option<ScaleStrategy>), ModelError> {
+/// matrices are quantized, too.
+fn read_config(path: &Path) -> Result<(ModelConfig, Option<Quantization>), ModelError> {
     let config = read_json(path)?;
     let generation_path = path.with_file_name("generation_config.json");
     let generation =
         if generation_path.is_file() { Some(read_json(&generation_path)?) } else { None };
     let model = from_hugging_face(&config, generation.as_ref())?;
-    let strategy = scale_strategy(&config, model.family)?;
-    Ok((model, strategy))
+    let quantization = quantization(&config, model.family)?;
+    Ok((model, quantization))
 }
 
 pub(crate) fn read_json(path: &Path) -> Result<JsonFile, ModelError> {

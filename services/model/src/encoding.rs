@@ -27,6 +27,10 @@ pub(crate) enum Encoding {
     Mxfp4,
     /// A power of two (e8m0): the scale of a group of [`MXFP4_GROUP`] numbers.
     F8E8m0,
+    /// Two numbers of 4 bits without a sign in a byte, the low half first.
+    Int4,
+    I32,
+    I64,
 }
 
 /// Decodes a number of [`Encoding::Mxfp4`] from its 4 bits.
@@ -57,7 +61,7 @@ impl Encoding {
 
     #[cfg(test)]
     pub(crate) fn all() -> Vec<Self> {
-        let others = [Self::F8E4m3, Self::Mxfp4, Self::F8E8m0];
+        let others = [Self::F8E4m3, Self::Mxfp4, Self::F8E8m0, Self::Int4, Self::I32, Self::I64];
         TensorKind::supported().map(Self::Gguf).chain(others).collect()
     }
 
@@ -70,6 +74,9 @@ impl Encoding {
             }
             Self::Mxfp4 => (MXFP4_GROUP, MXFP4_GROUP / 2),
             Self::F8E4m3 | Self::F8E8m0 => (1, 1),
+            Self::Int4 => (2, 1),
+            Self::I32 => (1, 4),
+            Self::I64 => (1, 8),
         }
     }
 
@@ -95,6 +102,9 @@ impl Encoding {
             Self::F8E4m3 => "F8_E4M3",
             Self::Mxfp4 => "MXFP4",
             Self::F8E8m0 => "F8_E8M0",
+            Self::Int4 => "INT4",
+            Self::I32 => "I32",
+            Self::I64 => "I64",
         }
     }
 
@@ -130,6 +140,17 @@ impl Encoding {
             Self::F8E4m3 => return each(row, out, |[bits], [value]| *value = fp8::decode(*bits)),
             Self::Mxfp4 => return each(row, out, blocks::mxfp4),
             Self::F8E8m0 => return each(row, out, |[bits], [value]| *value = power(*bits)),
+            Self::Int4 => {
+                return each(row, out, |[bits], pair: &mut [f32; 2]| {
+                    *pair = [bits & 15, bits >> 4].map(f32::from);
+                });
+            }
+            Self::I32 => {
+                return each(row, out, |bits, [value]| *value = i32::from_le_bytes(*bits) as f32);
+            }
+            Self::I64 => {
+                return each(row, out, |bits, [value]| *value = i64::from_le_bytes(*bits) as f32);
+            }
         };
         match kind {
             TensorKind::F32 => each(row, out, |bytes, [value]| *value = f32::from_le_bytes(*bytes)),

@@ -75,6 +75,12 @@ pub enum ModelError {
         path.display()
     )]
     InvalidScale { path: PathBuf, tensor: String, offset: u64, element: usize, found: f32 },
+    /// A tensor that describes others has a wrong value.
+    #[error(
+        "{}: tensor {tensor:?} at file offset {offset} has {found}; expected {expected}",
+        path.display()
+    )]
+    TensorValue { path: PathBuf, tensor: String, offset: u64, found: String, expected: String },
     /// Not every rank would get equally many KV heads, and equally many rows of the feed-forward
     /// network or experts; `what` says which of the two.
     #[error(

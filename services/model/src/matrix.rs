@@ -3,13 +3,17 @@
 use std::{
     cell::Cell,
     ops::Range,
-    sync::atomic::{AtomicUsize, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
 };
 
 use kernels::{
     Dtype, RowSource,
     backend::{convert_rows, store_row},
     fp8::{self, BlockScales},
+    int4::{self, ColumnGroups},
     mxfp4::GROUP as MXFP4_GROUP,
 };
 
@@ -17,6 +21,7 @@ use crate::{
     checkpoint::{
         dummy::{RandomMxfp4, RandomRows},
         file::TensorBytes,
+        int4::Int4Matrix,
     },
     encoding::{self, Encoding},
     fingerprint::RowHashes,
@@ -47,6 +52,10 @@ pub(crate) enum MatrixData<'a> {
         order: RowOrder,
         /// Scales of the whole matrix: with [`Encoding::F8E4m3`] and [`Encoding::Mxfp4`].
         scales: Option<Scales<'a>>,
+    },
+    Int4 {
+        matrix: Arc<Int4Matrix>,
+        order: RowOrder,
     },
     Random(RandomRows),
     RandomMxfp4(RandomMxfp4),
@@ -99,7 +108,9 @@ impl<'a> MatrixSource<'a> {
     fn stored_element(&self, row: usize, column: usize) -> usize {
         let row = self.rows.start + row;
         let stored_row = match &self.data {
-            MatrixData::Stored { order, .. } => order.stored_row(row),
+            MatrixData::Stored { order, .. } | MatrixData::Int4 { order, .. } => {
+                order.stored_row(row)
+            }
             MatrixData::Random(_) | MatrixData::RandomMxfp4(_) => row,
         };
         stored_row * self.stored_cols + self.cols.start + column
@@ -128,10 +139,14 @@ impl<'a> MatrixSource<'a> {
         }
     }
 
-    /// Returns whether the file has the matrix in one tensor with others. The hash of a tensor
-    /// covers all of them.
-    pub(crate) fn is_of_stack(&self) -> bool {
-        matches!(&self.data, MatrixData::Stored { scales: Some(Scales::Mxfp4(_)), .. })
+    /// Returns whether the rows of the matrix are the rows of one tensor of the file. Their hashes
+    /// give the hash of the tensor.
+    pub(crate) fn has_stored_rows(&self) -> bool {
+        match &self.data {
+            MatrixData::Stored { scales, .. } => !matches!(scales, Some(Scales::Mxfp4(_))),
+            MatrixData::Int4 { .. } => false,
+            MatrixData::Random(_) | MatrixData::RandomMxfp4(_) => true,
+        }
     }
 
     /// Reads stored rows and calls `each` with each row's index, with bytes that have its columns,
@@ -203,6 +218,17 @@ impl RowSource for MatrixSource<'_> {
                     self.decode(row, bytes, skipped, out);
                 });
             }
+            MatrixData::Int4 { matrix, order } => {
+                let groups = &matrix.groups().of_columns()[self.cols.clone()];
+                for (row, out) in rows.zip(out.chunks_exact_mut(cols)) {
+                    let row = order.stored_row(self.rows.start + row);
+                    let (scales, zeros) = matrix.groups_of(row);
+                    for ((col, group), out) in self.cols.clone().zip(groups).zip(out) {
+                        let (number, group) = (matrix.number(row, col), usize::from(*group));
+                        *out = (f32::from(number) - f32::from(zeros[group])) * scales[group];
+                    }
+                }
+            }
             MatrixData::Random(random) => {
                 for (row, out) in rows.zip(out.chunks_exact_mut(cols)) {
                     random.read_part(self.rows.start + row, self.cols.start, out);
@@ -271,7 +297,7 @@ impl RowSource for MatrixSource<'_> {
     fn mxfp4_parts(&self) -> Option<usize> {
         let is_mxfp4 = match &self.data {
             MatrixData::Stored { scales, .. } => matches!(scales, Some(Scales::Mxfp4(_))),
-            MatrixData::Random(_) => false,
+            MatrixData::Int4 { .. } | MatrixData::Random(_) => false,
             MatrixData::RandomMxfp4(_) => true,
         };
         (is_mxfp4 && self.has_whole_groups()).then_some(1)
@@ -304,6 +330,30 @@ impl RowSource for MatrixSource<'_> {
                 }
             }
             _ => panic!("the matrix is not stored in MXFP4"),
+        }
+    }
+
+    fn int4_groups(&self) -> Option<ColumnGroups> {
+        let MatrixData::Int4 { matrix, .. } = &self.data else { return None };
+        Some(matrix.groups().part(self.cols.clone()).1)
+    }
+
+    fn read_int4(&self, first: usize, numbers: &mut [u8], scales: &mut [f32], zeros: &mut [u8]) {
+        let MatrixData::Int4 { matrix, order } = &self.data else {
+            panic!("the matrix is not stored in INT4");
+        };
+        let (needed, _) = matrix.groups().part(self.cols.clone());
+        let groups =
+            scales.chunks_exact_mut(needed.len()).zip(zeros.chunks_exact_mut(needed.len()));
+        let rows = numbers.chunks_exact_mut(self.cols.len()).zip(groups);
+        for (row, (numbers, (scales, zeros))) in (self.rows.start + first..).zip(rows) {
+            let row = order.stored_row(row);
+            let (of_scales, of_zeros) = matrix.groups_of(row);
+            scales.copy_from_slice(&of_scales[needed.clone()]);
+            zeros.copy_from_slice(&of_zeros[needed.clone()]);
+            for (col, number) in self.cols.clone().zip(numbers) {
+                *number = matrix.number(row, col);
+            }
         }
     }
 }
@@ -460,6 +510,27 @@ impl RowSource for StackedRows<'_> {
             // With a greater scale, the greatest number exceeds f32.
             if scales.iter().any(|&bits| bits > MXFP4_SCALE_MAX) {
                 self.read_row(row, &mut values);
+            }
+        }
+    }
+
+    fn int4_groups(&self) -> Option<ColumnGroups> {
+        let mut groups = self.parts.iter().map(MatrixSource::int4_groups);
+        let first = groups.next()??;
+        groups.all(|other| other.as_ref() == Some(&first)).then_some(first)
+    }
+
+    fn read_int4(&self, first: usize, numbers: &mut [u8], scales: &mut [f32], zeros: &mut [u8]) {
+        let (cols, groups) = (self.cols(), scales.len() * self.cols() / numbers.len().max(1));
+        for row in 0..numbers.len() / cols.max(1) {
+            let Some((part, in_part)) = self.locate(first + row) else { return };
+            let of_groups = row * groups..(row + 1) * groups;
+            let (numbers, scales) =
+                (&mut numbers[row * cols..][..cols], &mut scales[of_groups.clone()]);
+            self.parts[part].read_int4(in_part, numbers, scales, &mut zeros[of_groups]);
+            // The greatest number with this scale must be finite.
+            if scales.iter().any(|scale| !(scale * f32::from(int4::MAX)).is_finite()) {
+                self.read_row(first + row, &mut vec![0.0; cols]);
             }
         }
     }

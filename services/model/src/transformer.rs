@@ -651,7 +651,7 @@ impl<'a, P: Packer> CheckpointPacker<'a, P> {
         self.checkpoint.check_cancelled()?;
         let is_hashed = self.shard.is_whole() && self.checkpoint.hashes_packed();
         let hashes_of = |part: &MatrixSource<'_>| {
-            (is_hashed && !part.is_of_stack()).then(|| RowHashes::new(part.rows()))
+            (is_hashed && part.has_stored_rows()).then(|| RowHashes::new(part.rows()))
         };
         let hashes: Vec<Option<RowHashes>> = parts.iter().map(hashes_of).collect();
         let parts = parts.into_iter().zip(&hashes);

@@ -367,9 +367,9 @@ fn unsupported_features_are_rejected_by_name() {
         ),
         (json!({"attention_bias": true}), "unsupported attention_bias: true; expected false"),
         (
-            json!({"quantization_config": {"quant_method": "gptq"}}),
-            "unsupported quantization_config.quant_method: \"gptq\"; expected \"fp8\", \
-             \"compressed-tensors\" with FP8 weights, no quantization_config, or a GGUF file",
+            json!({"quantization_config": {"quant_method": "modelopt"}}),
+            "unsupported quantization_config.quant_method: \"modelopt\"; expected \"fp8\", \"gptq\", \"awq\", \
+             \"compressed-tensors\" with FP8 or INT4 weights, no quantization_config, or a GGUF file",
         ),
     ];
     for (changes, message) in cases {

@@ -464,9 +464,9 @@ fn refused_config(quantization: Value) -> String {
 
 #[test]
 fn unsupported_quantization_is_refused_before_weights_are_read() {
-    const METHODS: &str = "expected \"fp8\", \"compressed-tensors\" with FP8 weights, \
-        no quantization_config, or a GGUF file";
-    for method in ["gptq", "awq", "mxfp4", "bitsandbytes", "modelopt", "fbgemm_fp8"] {
+    const METHODS: &str = "expected \"fp8\", \"gptq\", \"awq\", \
+        \"compressed-tensors\" with FP8 or INT4 weights, no quantization_config, or a GGUF file";
+    for method in ["mxfp4", "bitsandbytes", "modelopt", "fbgemm_fp8"] {
         let message = refused_config(json!({"quant_method": method}));
         assert_eq!(message, format!("quant_method: \"{method}\"; {METHODS}"));
     }
@@ -495,8 +495,9 @@ fn unsupported_quantization_is_refused_before_weights_are_read() {
         (
             CompressedTensor,
             "/format",
-            json!("pack-quantized"),
-            "format: \"pack-quantized\"; expected \"float-quantized\" or \"naive-quantized\"",
+            json!("int-quantized"),
+            "format: \"int-quantized\"; \
+             expected \"float-quantized\", \"naive-quantized\" or \"pack-quantized\"",
         ),
         (
             CompressedTensor,

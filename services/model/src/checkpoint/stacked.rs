@@ -174,34 +174,7 @@ impl StoredWeights {
         expected: Vec<u64>,
     ) -> Result<StoredTensor<'_>, ModelError> {
         let name = self.name_in_files(format!("{}{suffix}", stack.name));
-        let Some(entry) = self.tensors.get(&name) else {
-            return Err(self.missing(name, expected));
-        };
-        let file = &self.files[entry.file];
-        let tensor = StoredTensor {
-            path: file.path(),
-            name,
-            offset: entry.range.start,
-            dims: entry.dims.clone(),
-            encoding,
-            bytes: TensorBytes::new(file, entry.range.clone()),
-            order: RowOrder::Halves,
-            scales: None,
-        };
-        match &entry.encoding {
-            Err(found) if found == BYTES && tensor.dims == expected => Ok(tensor),
-            Err(found) if found == BYTES => Err(tensor.wrong_shape(expected)),
-            found => Err(ModelError::TensorType {
-                path: tensor.path.into(),
-                tensor: tensor.name,
-                offset: tensor.offset,
-                found: match found {
-                    Ok(encoding) => encoding.name().to_owned(),
-                    Err(name) => name.clone(),
-                },
-                supported: format!("{BYTES} with numbers in {}", encoding.name()),
-            }),
-        }
+        self.raw_tensor(name, BYTES, encoding, expected)
     }
 
     /// Returns the biases of all experts.

@@ -10,7 +10,10 @@ use kernels::fp8::BlockScales;
 
 use super::file::{CheckpointFile, FileIdentity, TensorBytes};
 use crate::{
-    config::{ModelConfig, quantization::ScaleStrategy},
+    config::{
+        ModelConfig,
+        quantization::{Int4Format, Quantization, ScaleStrategy},
+    },
     encoding::{Encoding, Format},
     error::ModelError,
     matrix::Scales,
@@ -31,6 +34,8 @@ pub(super) struct StoredWeights {
     pub(super) tensors: HashMap<String, Entry>,
     /// Scales of FP8 matrices, by the name of the matrix.
     scales: HashMap<String, MatrixScales>,
+    /// How matrices in INT4 are stored, if there may be any.
+    pub(super) int4: Option<Int4Format>,
 }
 
 struct MatrixScales {
@@ -83,7 +88,8 @@ pub(crate) struct StoredTensor<'a> {
 
 impl StoredWeights {
     pub(super) fn new(format: Format) -> Self {
-        Self { format, files: Vec::new(), tensors: HashMap::new(), scales: HashMap::new() }
+        let (files, tensors, scales) = (Vec::new(), HashMap::new(), HashMap::new());
+        Self { format, files, tensors, scales, int4: None }
     }
 
     /// Adds a file and returns its index.
@@ -135,6 +141,9 @@ impl StoredWeights {
     /// Returns whether the output projection is the embedding: the files have no output, or one
     /// with the bytes of the embedding. Reads both if they are equal.
     pub(super) fn output_is_embedding(&self, config: &ModelConfig) -> bool {
+        if self.is_int4(Weight::Output, config) {
+            return false;
+        }
         let entry = |weight| self.tensors.get(&self.name_of(weight, config));
         let bytes = |entry: &Entry| TensorBytes::new(&self.files[entry.file], entry.range.clone());
         match (entry(Weight::Output), entry(Weight::Embedding)) {
@@ -160,13 +169,7 @@ impl StoredWeights {
         if !self.has(&name) {
             return Err(self.missing(name, weight.shape(config).dims()));
         }
-        let is_paired = matches!(weight, Weight::Layer(_, LayerWeight::Query | LayerWeight::Key))
-            && config.family.pairs_rows(self.format);
-        let order = match is_paired {
-            true => RowOrder::Pairs { head_dim: config.head_dim },
-            false => RowOrder::Halves,
-        };
-        let tensor = self.named(name, order)?;
+        let tensor = self.named(name, self.order_of(weight, config))?;
         match weight {
             Weight::Layer(_, LayerWeight::Expert(expert, _)) if self.format == Format::Gguf => {
                 tensor.expert(expert, weight.shape(config), config)
@@ -180,6 +183,16 @@ impl StoredWeights {
                 Ok(StoredTensor { dims: vec![tensor.dims[1]], ..tensor })
             }
             _ => Ok(tensor),
+        }
+    }
+
+    /// Returns the order of the rows of a weight that has a tensor of its own.
+    pub(super) fn order_of(&self, weight: Weight, config: &ModelConfig) -> RowOrder {
+        let is_paired = matches!(weight, Weight::Layer(_, LayerWeight::Query | LayerWeight::Key))
+            && config.family.pairs_rows(self.format);
+        match is_paired {
+            true => RowOrder::Pairs { head_dim: config.head_dim },
+            false => RowOrder::Halves,
         }
     }
 
@@ -220,12 +233,58 @@ impl StoredWeights {
         Ok(StoredTensor { path, name, offset, dims, encoding, bytes, order, scales })
     }
 
-    /// Reads and checks the scales of all FP8 matrices. `strategy` is that of the configuration.
+    /// Returns a tensor that the file declares as `declared`, and whose bytes have this encoding.
+    pub(super) fn raw_tensor(
+        &self,
+        name: String,
+        declared: &str,
+        encoding: Encoding,
+        expected: Vec<u64>,
+    ) -> Result<StoredTensor<'_>, ModelError> {
+        let Some(entry) = self.tensors.get(&name) else {
+            return Err(self.missing(name, expected));
+        };
+        let file = &self.files[entry.file];
+        let tensor = StoredTensor {
+            path: file.path(),
+            name,
+            offset: entry.range.start,
+            dims: entry.dims.clone(),
+            encoding,
+            bytes: TensorBytes::new(file, entry.range.clone()),
+            order: RowOrder::Halves,
+            scales: None,
+        };
+        match &entry.encoding {
+            Err(found) if found == declared && tensor.dims == expected => Ok(tensor),
+            Err(found) if found == declared => Err(tensor.wrong_shape(expected)),
+            found => Err(ModelError::TensorType {
+                path: tensor.path.into(),
+                tensor: tensor.name,
+                offset: tensor.offset,
+                found: match found {
+                    Ok(encoding) => encoding.name().to_owned(),
+                    Err(name) => name.clone(),
+                },
+                supported: match encoding.name() == declared {
+                    true => declared.to_owned(),
+                    false => format!("{declared} with numbers in {}", encoding.name()),
+                },
+            }),
+        }
+    }
+
+    /// Reads and checks the scales of all FP8 matrices, and what belongs to matrices in INT4.
     pub(super) fn read_scales(
         &mut self,
         config: &ModelConfig,
-        strategy: Option<ScaleStrategy>,
+        quantization: Option<Quantization>,
     ) -> Result<(), ModelError> {
+        let strategy = match quantization {
+            Some(Quantization::Fp8(strategy)) => Some(strategy),
+            Some(Quantization::Int4(_)) | None => None,
+        };
+        self.check_int4(config)?;
         for weight in Weight::all(config) {
             let name = self.name_of(weight, config);
             let is_fp8 = |entry: &Entry| entry.encoding == Ok(Encoding::F8E4m3);
@@ -281,8 +340,7 @@ impl StoredWeights {
         if !shapes.contains(&tensor.dims) {
             return Err(tensor.wrong_shape(shapes[0].clone()));
         }
-        let mut values = vec![0.0; tensor.dims.iter().product::<u64>() as usize];
-        tensor.decode(&mut values);
+        let values = tensor.values();
         match values.iter().position(|scale| !(scale.is_finite() && *scale >= 0.0)) {
             None => Ok(values),
             Some(element) => Err(ModelError::InvalidScale {
@@ -304,8 +362,10 @@ impl StoredWeights {
     pub(super) fn refuse_unknown_tensors(&self, config: &ModelConfig) -> Result<(), ModelError> {
         // Some exports repeat a tied output.
         let weights = Weight::all(config).chain([Weight::Output]);
+        let weights = weights.filter(|weight| !self.is_int4(*weight, config));
         let mut known: HashSet<String> =
             weights.map(|weight| self.name_of(weight, config)).collect();
+        known.extend(self.names_of_int4(config));
         known.extend(self.names_of_stacks(config));
         known.extend(self.scales.values().flat_map(|it| it.tensors.iter().cloned()));
         let is_known = |name: &str| {
@@ -315,6 +375,7 @@ impl StoredWeights {
                     Format::Safetensors => {
                         name.ends_with(ROPE_FREQUENCIES_SUFFIX)
                             || is_of_mtp_layer(name, config)
+                            || self.is_empty_bias(name)
                             || config.family.ignores(name)
                     }
                 }
@@ -378,6 +439,13 @@ impl StoredTensor<'_> {
         }
     }
 
+    /// Returns all elements, without scales.
+    pub(super) fn values(&self) -> Vec<f32> {
+        let mut values = vec![0.0; self.dims.iter().product::<u64>() as usize];
+        self.decode(&mut values);
+        values
+    }
+
     /// Decodes all elements, without scales.
     fn decode(&self, out: &mut [f32]) {
         let mut bytes = vec![0; self.bytes.len()];
@@ -411,6 +479,11 @@ impl StoredTensor<'_> {
             found: self.encoding.name().into(),
             supported,
         }
+    }
+
+    pub(super) fn wrong_value(&self, found: String, expected: String) -> ModelError {
+        let (path, tensor, offset) = (self.path.into(), self.name.clone(), self.offset);
+        ModelError::TensorValue { path, tensor, offset, found, expected }
     }
 
     pub(crate) fn not_finite(&self, element: usize, found: f32) -> ModelError {

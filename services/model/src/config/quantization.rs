@@ -42,12 +42,51 @@ impl ScaleStrategy {
     }
 }
 
-/// Returns how the FP8 matrices of a checkpoint are scaled; `None`: the checkpoint has no such
-/// matrices.
-pub(crate) fn scale_strategy(
+/// Quantization of the matrices of layers. Some may be left out of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Quantization {
+    Fp8(ScaleStrategy),
+    Int4(Int4Format),
+}
+
+impl Quantization {
+    pub(crate) fn int4(self) -> Option<Int4Format> {
+        match self {
+            Self::Int4(format) => Some(format),
+            Self::Fp8(_) => None,
+        }
+    }
+}
+
+/// How a checkpoint stores its matrices in INT4.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Int4Format {
+    pub packing: Int4Packing,
+    /// Columns of a group; `None`: all columns.
+    pub group_size: Option<usize>,
+}
+
+/// Tensors of a matrix in INT4, and the order of the numbers in them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Int4Packing {
+    Gptq {
+        /// Difference of a zero point and its stored number.
+        zero_offset: u8,
+        /// Whether every matrix has a list of the groups of its columns.
+        is_reordered: bool,
+    },
+    Awq,
+    CompressedTensors {
+        is_symmetric: bool,
+    },
+}
+
+/// Returns the quantization of a checkpoint; `None`: the checkpoint is not quantized, or its family
+/// describes the quantization.
+pub(crate) fn quantization(
     config: &JsonFile,
     family: &Family,
-) -> Result<Option<ScaleStrategy>, ModelError> {
+) -> Result<Option<Quantization>, ModelError> {
     let Some(object) = config.fields()?.get::<Map<String, Value>>(KEY)? else { return Ok(None) };
     let fields = Fields { path: &config.path, object: &object, parent: Some(KEY) };
     let method = fields.get::<String>("quant_method")?;
@@ -56,12 +95,15 @@ pub(crate) fn scale_strategy(
         return fields.check_word("quant_method", &["mxfp4"], "\"mxfp4\"").map(|()| None);
     }
     match method.as_deref() {
-        Some("fp8") => fp8(&fields).map(Some),
+        Some("fp8") => fp8(&fields).map(|strategy| Some(Quantization::Fp8(strategy))),
+        Some("gptq") => gptq(&fields).map(|format| Some(Quantization::Int4(format))),
+        Some("awq") => awq(&fields).map(|format| Some(Quantization::Int4(format))),
         Some("compressed-tensors") => compressed_tensors(&fields).map(Some),
         _ => Err(fields.unsupported(
             "quant_method",
             method.map_or("none".into(), |method| format!("{method:?}")),
-            "\"fp8\", \"compressed-tensors\" with FP8 weights, no quantization_config, or a GGUF file",
+            "\"fp8\", \"gptq\", \"awq\", \"compressed-tensors\" with FP8 or INT4 weights, \
+             no quantization_config, or a GGUF file",
         )),
     }
 }
@@ -78,6 +120,52 @@ fn fp8(fields: &Fields<'_>) -> Result<ScaleStrategy, ModelError> {
     }
 }
 
+fn gptq(fields: &Fields<'_>) -> Result<Int4Format, ModelError> {
+    const FORMATS: [&str; 2] = ["gptq", "gptq_v2"];
+    fields.check_word("checkpoint_format", &FORMATS, "\"gptq\" or \"gptq_v2\"")?;
+    fields.check_word("pack_dtype", &["int32"], "\"int32\"")?;
+    // Entries that begin with "-:" name matrices that are not quantized.
+    let dynamic = fields.get::<Map<String, Value>>("dynamic")?.unwrap_or_default();
+    if let Some(pattern) = dynamic.keys().find(|pattern| !pattern.starts_with("-:")) {
+        let supported = "patterns of matrices that are not quantized (\"-:\")";
+        return Err(fields.unsupported("dynamic", format!("{pattern:?}"), supported));
+    }
+    let is_v2 = fields.get::<String>("checkpoint_format")?.as_deref() == Some("gptq_v2");
+    let packing = Int4Packing::Gptq {
+        zero_offset: if is_v2 { 0 } else { 1 },
+        is_reordered: fields.get("desc_act")?.unwrap_or(false),
+    };
+    check_bits(fields)?;
+    let group_size = group_size(fields, "group_size", fields.require("group_size")?)?;
+    Ok(Int4Format { packing, group_size })
+}
+
+fn awq(fields: &Fields<'_>) -> Result<Int4Format, ModelError> {
+    fields.check_word("version", &["gemm", "GEMM"], "\"gemm\"")?;
+    if fields.get("zero_point")? == Some(false) {
+        return Err(fields.unsupported("zero_point", "false".into(), "true"));
+    }
+    check_bits(fields)?;
+    let group_size = group_size(fields, "group_size", fields.require("group_size")?)?;
+    Ok(Int4Format { packing: Int4Packing::Awq, group_size })
+}
+
+fn check_bits(fields: &Fields<'_>) -> Result<(), ModelError> {
+    match fields.require::<u32>("bits")? {
+        4 => Ok(()),
+        bits => Err(fields.unsupported("bits", bits.to_string(), "4")),
+    }
+}
+
+/// Returns the columns of a group of INT4; -1 means all.
+fn group_size(fields: &Fields<'_>, key: &str, size: i64) -> Result<Option<usize>, ModelError> {
+    match size {
+        -1 => Ok(None),
+        32 | 64 | 128 => Ok(Some(size as usize)),
+        _ => Err(fields.unsupported(key, size.to_string(), "32, 64, 128 or -1")),
+    }
+}
+
 /// A group of matrices that are quantized alike.
 #[derive(Deserialize)]
 struct Group {
@@ -91,6 +179,7 @@ struct Scheme {
     #[serde(rename = "type")]
     kind: String,
     strategy: Option<String>,
+    group_size: Option<i64>,
     #[serde(default = "yes")]
     symmetric: bool,
     /// `[128, 128]`, or `128x128` in older files.
@@ -126,17 +215,66 @@ impl Scheme {
     }
 }
 
-fn compressed_tensors(fields: &Fields<'_>) -> Result<ScaleStrategy, ModelError> {
-    const NUMBERS: &str = "symmetric float of 8 bits";
-    const FORMATS: &str = "\"float-quantized\" or \"naive-quantized\"";
-    fields.check_word("format", &["float-quantized", "naive-quantized"], FORMATS)?;
+fn compressed_tensors(fields: &Fields<'_>) -> Result<Quantization, ModelError> {
+    const PACKED: &str = "pack-quantized";
+    const FORMATS: &str = "\"float-quantized\", \"naive-quantized\" or \"pack-quantized\"";
+    fields.check_word("format", &["float-quantized", "naive-quantized", PACKED], FORMATS)?;
     if let Some(scheme) = fields.get::<Value>("kv_cache_scheme")? {
         let supported = "null: KV has the format of model.dtype";
         return Err(fields.unsupported("kv_cache_scheme", scheme.to_string(), supported));
     }
     let groups = fields.require::<BTreeMap<String, Group>>("config_groups")?;
+    match fields.get::<String>("format")?.as_deref() {
+        Some(PACKED) => packed_groups(fields, &groups).map(Quantization::Int4),
+        _ => fp8_groups(fields, &groups).map(Quantization::Fp8),
+    }
+}
+
+fn packed_groups(
+    fields: &Fields<'_>,
+    groups: &BTreeMap<String, Group>,
+) -> Result<Int4Format, ModelError> {
+    let mut format = None;
+    for (name, group) in groups {
+        let key = |key: &str| format!("config_groups.{name}.{key}");
+        if let Some(scheme) = &group.input_activations {
+            let supported = "null: inputs are not quantized with INT4 weights";
+            return Err(fields.unsupported(&key("input_activations"), scheme.number(), supported));
+        }
+        let Some(weights) = &group.weights else { continue };
+        if weights.num_bits != 4 || weights.kind != "int" {
+            let found = weights.number();
+            return Err(fields.unsupported(&key("weights"), found, "int of 4 bits"));
+        }
+        let size = match (weights.strategy.as_deref(), weights.group_size) {
+            (Some("channel"), _) | (None, Some(-1)) => None,
+            (Some("group") | None, Some(size)) => {
+                group_size(fields, &key("weights.group_size"), size)?
+            }
+            (strategy, _) => {
+                let found = format!("{:?}", strategy.unwrap_or("tensor"));
+                let supported = "\"channel\", or \"group\" with a group_size";
+                return Err(fields.unsupported(&key("weights.strategy"), found, supported));
+            }
+        };
+        let packing = Int4Packing::CompressedTensors { is_symmetric: weights.symmetric };
+        let found = Int4Format { packing, group_size: size };
+        if format.is_some_and(|format| format != found) {
+            let supported = "the same groups and symmetry in all config_groups";
+            return Err(fields.unsupported(&key("weights"), weights.number(), supported));
+        }
+        format = Some(found);
+    }
+    format.ok_or_else(|| fields.bad("config_groups", "no group has weights".into()))
+}
+
+fn fp8_groups(
+    fields: &Fields<'_>,
+    groups: &BTreeMap<String, Group>,
+) -> Result<ScaleStrategy, ModelError> {
+    const NUMBERS: &str = "symmetric float of 8 bits";
     let mut strategy = None;
-    for (name, group) in &groups {
+    for (name, group) in groups {
         let key = |key: &str| format!("config_groups.{name}.{key}");
         let schemes =
             [("weights", &group.weights), ("input_activations", &group.input_activations)];
