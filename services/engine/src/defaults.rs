@@ -7,7 +7,7 @@
 use std::{fmt, time::Duration};
 
 use kernels::{BLOCK_TOKENS, KvFormat, Shard, WeightFormat, mxfp4};
-use model::ModelConfig;
+use model::Checkpoint;
 use serde::Serialize;
 
 use crate::{ItlLimit, executor::StepTimes};
@@ -72,13 +72,14 @@ pub struct ModelSizes {
 
 impl ModelSizes {
     /// Returns the sizes of a rank's shard. If the checkpoint has experts in MXFP4, GPUs keep them
-    /// so; CPUs convert all matrices to `weights`.
+    /// so. CPUs keep matrices in INT4, and convert all others to `weights`.
     pub fn of(
-        config: &ModelConfig,
+        checkpoint: &Checkpoint,
         shard: Shard,
         (weights, kv): (WeightFormat, KvFormat),
         is_gpu: bool,
     ) -> Self {
+        let config = checkpoint.config();
         let heads = config.head_shape_of(shard);
         // Input, output and attention of a layer, the feed-forward network, and the f32 residual
         // stream.
@@ -107,9 +108,14 @@ impl ModelSizes {
             true => config.expert_parameter_count_of(shard),
             false => 0,
         };
-        let other_bytes = weights.bytes(config.parameter_count_of(shard) - mxfp4_elements);
+        let (int4_elements, int4_bytes) = match is_gpu {
+            true => (0, 0),
+            false => checkpoint.int4_sizes(shard),
+        };
+        let packed_elements = mxfp4_elements + int4_elements;
+        let other_bytes = weights.bytes(config.parameter_count_of(shard) - packed_elements);
         Self {
-            weights: other_bytes + mxfp4::bytes(mxfp4_elements) + tables_bytes,
+            weights: other_bytes + mxfp4::bytes(mxfp4_elements) + int4_bytes + tables_bytes,
             activations: (width * weights.dtype().bytes() + 4 * config.hidden_size) as u64,
             kv: (block_bytes / BLOCK_TOKENS) as u64,
         }
@@ -470,7 +476,7 @@ mod tests {
         let checkpoint = Checkpoint::open(config, LoadFormat::Dummy { seed: 1 }).unwrap();
         let of = |is_gpu| {
             let formats = (WeightFormat::Bf16, KvFormat::Bf16);
-            ModelSizes::of(checkpoint.config(), Shard::WHOLE, formats, is_gpu).weights
+            ModelSizes::of(&checkpoint, Shard::WHOLE, formats, is_gpu).weights
         };
         // 2 layers of 6 experts, with 3 matrices of 32 x 96 elements each.
         let elements = 2 * 6 * 3 * 32 * 96;

@@ -140,7 +140,7 @@ fn load_weights(
     let layout = model.block_layout(settings::kv_format(&config.model));
     let tp = config.node.tp;
     tensor_parallel::check(model, &config.node)?;
-    let traits = |device| settings::node_traits(config, role, model, device);
+    let traits = |device| settings::node_traits(config, role, checkpoint, device);
     let (mut executor, arena, traits, cpus, cpu_fallback): (Box<dyn Executor>, _, _, _, _) = if tp
         > 1
     {

@@ -16,7 +16,7 @@ use kv_transfer::{
     ClusterSecret, SecretTooShort, TransferConfig, TransferKind, TransferLimits, TransportChoice,
     TransportConfig,
 };
-use model::{LoadFormat, ModelConfig};
+use model::{Checkpoint, LoadFormat, ModelConfig};
 use serde::{Deserialize, Serialize};
 
 use crate::memory_limit::MemoryShare;
@@ -151,10 +151,10 @@ pub(crate) fn shard(node: &config::Node, model: &ModelConfig, rank: usize) -> Sh
 pub(crate) fn node_traits(
     config: &Config,
     role: Role,
-    model: &ModelConfig,
+    checkpoint: &Checkpoint,
     device: NodeDevice,
 ) -> Result<NodeTraits, SettingsError> {
-    let (node, transfer) = (&config.node, &config.transfer);
+    let (node, transfer, model) = (&config.node, &config.transfer, checkpoint.config());
     let weights = weight_format(config.model.dtype);
     let kv = kv_format(&config.model);
     let layout = model.block_layout(kv);
@@ -163,7 +163,7 @@ pub(crate) fn node_traits(
     let kv_bytes = block_count_set(node, layout)?
         .map(|blocks| u64::from(blocks) * (layout.block_bytes() / ranks) as u64);
     let is_gpu = matches!(device, NodeDevice::Gpu { .. });
-    let sizes = ModelSizes::of(model, shard, (weights, kv), is_gpu);
+    let sizes = ModelSizes::of(checkpoint, shard, (weights, kv), is_gpu);
     let device = match device {
         NodeDevice::Gpu { memory_bytes } if has_gpu_shadow(config) => {
             let taken = sizes.weights.saturating_add(chunk_memory(config));
@@ -533,7 +533,7 @@ mod tests {
             let flags = flags.map(|(key, value)| (key.into(), value.into())).into();
             let config = Config::load(LoadInput { flags, ..LoadInput::default() }).unwrap();
             let device = NodeDevice::Gpu { memory_bytes: MEMORY };
-            let traits = node_traits(&config, Role::Decode, model.config(), device).unwrap();
+            let traits = node_traits(&config, Role::Decode, &model, device).unwrap();
             let left = MEMORY - copies * traits.model.weights - chunks;
             assert_eq!(traits.device, NodeDevice::Gpu { memory_bytes: left }, "{place}, {tp} GPUs");
         }

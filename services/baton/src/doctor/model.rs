@@ -4,7 +4,7 @@
 use std::{fmt, path::Path};
 
 use anyhow::{Context as _, Result};
-use engine::{defaults::ModelSizes, executor::cuda::check_sizes};
+use engine::{defaults::ModelSizes, executor::cuda::check_model};
 use kernels::{
     KvFormat, Shard, WeightFormat,
     cpu::{CpuBackend, CpuOptions, Isa},
@@ -15,11 +15,9 @@ use serde::Serialize;
 
 /// A model whose files or configuration could be opened.
 pub(super) struct OpenedModel {
-    config: ModelConfig,
+    checkpoint: Checkpoint,
     weights: WeightFormat,
     kv: KvFormat,
-    /// Without files of weights: only a configuration.
-    formats: Vec<MatrixFormat>,
     /// Reason why the files of the weights are invalid.
     invalid: Option<String>,
 }
@@ -44,42 +42,44 @@ impl OpenedModel {
     /// # Errors
     /// When the configuration is invalid or unsupported.
     pub(super) fn open(path: &Path, number_formats: (WeightFormat, KvFormat)) -> Result<Self> {
-        let (config, formats, invalid) = match Checkpoint::open(path, LoadFormat::Auto) {
-            Ok(checkpoint) => (checkpoint.config().clone(), checkpoint.matrix_formats(), None),
+        let (checkpoint, invalid) = match Checkpoint::open(path, LoadFormat::Auto) {
+            Ok(checkpoint) => (checkpoint, None),
             Err(error) => {
                 let alone = Checkpoint::open(path, LoadFormat::Dummy { seed: 0 })
                     .with_context(|| format!("cannot read the model {}", path.display()))?;
                 // A configuration without weights is no fault of either.
                 let is_missing = matches!(error, ModelError::NotAModel { .. });
                 let invalid = (!is_missing).then(|| error.to_string());
-                (alone.config().clone(), Vec::new(), invalid)
+                (alone, invalid)
             }
         };
         let (weights, kv) = number_formats;
-        Ok(Self { config, weights, kv, formats, invalid })
+        Ok(Self { checkpoint, weights, kv, invalid })
     }
 
     /// Returns the sizes of a node of one rank.
     pub(super) fn sizes(&self, is_gpu: bool) -> ModelSizes {
-        ModelSizes::of(&self.config, Shard::WHOLE, (self.weights, self.kv), is_gpu)
+        ModelSizes::of(&self.checkpoint, Shard::WHOLE, (self.weights, self.kv), is_gpu)
     }
 
     /// Reports a node of one rank on a GPU of this compute capability, or on the CPU.
     pub(super) fn report(self, gpu_compute: Option<u32>) -> ModelReport {
-        let Self { config, weights, kv, formats, invalid } = self;
+        let Self { checkpoint, weights, kv, invalid } = self;
+        // Without files of weights there are no formats.
+        let (config, formats) = (checkpoint.config(), checkpoint.matrix_formats());
         // GPUs do not support q8: a node computes on the CPU.
         let gpu_compute = gpu_compute.filter(|_| weights != WeightFormat::Q8);
         let refused = invalid.or_else(|| {
             let options = CudaOptions { kv, ..CudaOptions::new(weights) };
-            let checked = check_sizes(&config, Shard::WHOLE, (&options, gpu_compute?));
+            let checked = check_model(&checkpoint, Shard::WHOLE, (&options, gpu_compute?));
             checked.err().map(|error| error.to_string())
         });
         let computed_by = || match gpu_compute {
-            Some(compute) => on_gpu(&config, weights, &formats, compute),
-            None => on_cpu(&config, weights, &formats),
+            Some(compute) => on_gpu(config, weights, &formats, compute),
+            None => on_cpu(config, weights, &formats),
         };
         ModelReport {
-            adapters: adapters(&config, gpu_compute.is_some()),
+            adapters: adapters(config, gpu_compute.is_some()),
             family: config.family.name(),
             parameters: config.parameter_count(),
             ranks: config.rank_counts(false).collect(),
@@ -118,7 +118,10 @@ fn on_cpu(config: &ModelConfig, weights: WeightFormat, formats: &[MatrixFormat])
         weights => weights,
     };
     let experts = if config.experts().is_some() { ", one expert after the other" } else { "" };
-    format!("CPU kernels ({isa}) for {weights}{experts}{}", converted(weights, formats))
+    let (packed, others): (Vec<_>, Vec<_>) =
+        formats.iter().partition(|format| format.name.starts_with("INT4"));
+    let packed = if packed.is_empty() { "" } else { ", matrices in INT4 stay packed" };
+    format!("CPU kernels ({isa}) for {weights}{experts}{packed}{}", converted(weights, others))
 }
 
 fn on_gpu(

@@ -9,19 +9,31 @@ use kernels::{
     },
     mxfp4::GROUP as MXFP4_GROUP,
 };
-use model::ModelConfig;
+use model::Checkpoint;
 
 use super::CudaExecutorError;
 
+/// Checks that there are kernels for the formats of the matrices.
+pub(super) fn check_formats(checkpoint: &Checkpoint) -> Result<(), CudaExecutorError> {
+    let (int4_elements, _) = checkpoint.int4_sizes(Shard::WHOLE);
+    if int4_elements > 0 {
+        let what = "the format of the model's matrices";
+        let allowed = "F32, F16, BF16, FP8 or MXFP4 on GPUs, or node.device = \"cpu\"";
+        return Err(CudaError::Unsupported { what, value: "INT4".to_owned(), allowed }.into());
+    }
+    Ok(())
+}
+
 /// Checks that there are kernels for the model on a GPU of this compute capability, with these
 /// formats of weights and KV.
-pub fn check_sizes(
-    config: &ModelConfig,
+pub fn check_model(
+    checkpoint: &Checkpoint,
     shard: Shard,
     (options, compute): (&CudaOptions, u32),
 ) -> Result<(), CudaExecutorError> {
-    let weights = options.weights;
+    let (config, weights) = (checkpoint.config(), options.weights);
     config.check_shard(shard)?;
+    check_formats(checkpoint)?;
     check_kv_format(config.head_shape_of(shard), options, compute)?;
     if let Some(experts) = config.experts() {
         let unsupported = |what, value: String, allowed| {
@@ -127,10 +139,11 @@ fn check_kv_format(
 
 #[cfg(test)]
 mod tests {
-    use model::{Checkpoint, LoadFormat};
+    use model::{LoadFormat, Weight, WeightShape};
     use serde_json::json;
 
     use super::*;
+    use crate::defaults::ModelSizes;
 
     /// Returns why a model of this configuration is refused; empty if it is not.
     fn refusal(config: &serde_json::Value, (weights, compute): (WeightFormat, u32)) -> String {
@@ -142,7 +155,7 @@ mod tests {
         let path = folder.path().join("config.json");
         std::fs::write(&path, config.to_string()).unwrap();
         let checkpoint = Checkpoint::open(&path, LoadFormat::Dummy { seed: 1 }).unwrap();
-        let checked = check_sizes(checkpoint.config(), Shard::WHOLE, (&options, compute));
+        let checked = check_model(&checkpoint, Shard::WHOLE, (&options, compute));
         checked.err().map(|error| error.to_string()).unwrap_or_default()
     }
 
@@ -206,5 +219,74 @@ mod tests {
         assert_eq!(refusal(&config(80), (WeightFormat::Fp8, 90)), "");
         let error = refusal(&config(72), (WeightFormat::Fp8, 90));
         assert!(error.ends_with("hidden size is 72; expected multiples of 16 in fp8"), "{error}");
+    }
+
+    /// Writes a model whose matrices of layers are in INT4, with zeros as numbers.
+    fn write_int4(folder: &std::path::Path) -> Checkpoint {
+        let mut config = json!({
+            "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+            "vocab_size": 200
+        });
+        let write = |config: &serde_json::Value| {
+            std::fs::write(folder.join("config.json"), config.to_string()).unwrap();
+        };
+        write(&config);
+        let plain = Checkpoint::open(folder, LoadFormat::Dummy { seed: 1 }).unwrap();
+        let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
+        let mut add = |name: String, dtype: &str, shape: &[usize], bytes: Vec<u8>| {
+            let begin = data.len();
+            data.extend(bytes);
+            let entry =
+                json!({"dtype": dtype, "shape": shape, "data_offsets": [begin, data.len()]});
+            header.insert(name, entry);
+        };
+        for weight in Weight::all(plain.config()) {
+            let name = weight.hugging_face_name(plain.config());
+            match (weight, weight.shape(plain.config())) {
+                (Weight::Layer(..), WeightShape::Matrix { rows, cols }) => {
+                    let tensor = |suffix| format!("{name}_{suffix}");
+                    add(tensor("packed"), "I32", &[rows, cols / 8], vec![0; rows * cols / 2]);
+                    let groups = cols / 32;
+                    add(tensor("scale"), "BF16", &[rows, groups], vec![0; rows * groups * 2]);
+                    let shape = [rows, cols].map(|len| (len as i64).to_le_bytes());
+                    add(tensor("shape"), "I64", &[2], shape.concat());
+                }
+                (_, shape) => {
+                    let shape: Vec<usize> = shape.dims().iter().map(|dim| *dim as usize).collect();
+                    add(name, "BF16", &shape, vec![0; shape.iter().product::<usize>() * 2]);
+                }
+            }
+        }
+        let header = serde_json::to_vec(&header).unwrap();
+        let length = (header.len() as u64).to_le_bytes();
+        let file = [&length[..], &header, &data].concat();
+        std::fs::write(folder.join("model.safetensors"), file).unwrap();
+        config["quantization_config"] = json!({
+            "quant_method": "compressed-tensors", "format": "pack-quantized",
+            "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int",
+                "strategy": "group", "group_size": 32, "symmetric": true}}}
+        });
+        write(&config);
+        Checkpoint::open(folder, LoadFormat::Auto).unwrap()
+    }
+
+    #[test]
+    fn matrices_in_int4_are_refused_on_gpus_and_stay_packed_on_cpus() {
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoint = write_int4(folder.path());
+        for format in [WeightFormat::Bf16, WeightFormat::Fp8] {
+            let options = CudaOptions::new(format);
+            let checked = check_model(&checkpoint, Shard::WHOLE, (&options, 90));
+            assert_eq!(
+                checked.unwrap_err().to_string(),
+                "cannot run the kernels: the format of the model's matrices is INT4; \
+                 expected F32, F16, BF16, FP8 or MXFP4 on GPUs, or node.device = \"cpu\""
+            );
+        }
+        let formats = (WeightFormat::Bf16, KvFormat::Bf16);
+        let bytes = |is_gpu| ModelSizes::of(&checkpoint, Shard::WHOLE, formats, is_gpu).weights;
+        let elements = 2 * (4 * 64 * 64 + 3 * 64 * 128);
+        assert_eq!(bytes(true) - bytes(false), elements * 2 - elements / 2 - elements / 32 * 5);
     }
 }

@@ -12,7 +12,7 @@ use kernels::{
 use model::{Checkpoint, Limits, LoadProgress, Transformer};
 
 use super::{
-    CudaExecutorError, ExecutorLimits, KvRoom, KvShare, batch_limits, check_sizes, gemm_shapes,
+    CudaExecutorError, ExecutorLimits, KvRoom, KvShare, batch_limits, check_model, gemm_shapes,
     kv_blocks, shadow::CudaShadow,
 };
 
@@ -39,7 +39,7 @@ impl CudaModel {
     ///
     /// # Errors
     /// When a weight cannot be read, the weights exceed the GPU's memory, or the kernels do not
-    /// support a size of the model.
+    /// support a size or a format of the model.
     pub fn load(
         checkpoint: &Checkpoint,
         mut backend: CudaBackend,
@@ -47,7 +47,7 @@ impl CudaModel {
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Self, CudaExecutorError> {
         let compute = backend.context().device().compute;
-        check_sizes(checkpoint.config(), backend.shard(), (backend.options(), compute))?;
+        check_model(checkpoint, backend.shard(), (backend.options(), compute))?;
         let largest_step = Limits {
             rows_max: limits.step_tokens as usize,
             sampled_max: limits.samples_max() as usize,

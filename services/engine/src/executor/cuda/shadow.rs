@@ -19,6 +19,7 @@ use super::{
     super::{
         ChunkReceiver, DeclaredTensor, PrepareError, ReceivedWeights, TensorPiece, WeightUpdate,
     },
+    kernel_support::check_formats,
     scatter::Scatter,
 };
 
@@ -71,6 +72,7 @@ impl WeightUpdate for CudaShadow {
     }
 
     fn prepare(&self, _path: &Path, checkpoint: &Checkpoint) -> Result<(), PrepareError> {
+        check_formats(checkpoint).map_err(|error| PrepareError::Device(error.to_string()))?;
         self.discard();
         self.packer.begin().map_err(failed)?;
         let packed = TransformerWeights::pack(checkpoint, &self.packer, &mut |_| ());
