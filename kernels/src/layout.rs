@@ -9,7 +9,7 @@ mod groups;
 use std::fmt;
 
 pub(crate) use groups::GROUPS_MAX;
-pub use groups::{KvGroups, NO_BLOCK};
+pub use groups::{KvGroups, NO_BLOCK, hit_blocks};
 use serde::{Deserialize, Serialize};
 
 /// Tokens per block.

@@ -19,6 +19,12 @@ pub const NO_BLOCK: BlockId = BlockId(u32::MAX);
 /// many small groups make long block tables.
 pub(crate) const GROUPS_MAX: usize = 16;
 
+/// Returns the number of blocks of each group that a prefix hit of `len` tokens covers at most: the
+/// last token is computed, because its logits give the next token.
+pub fn hit_blocks(len: usize) -> usize {
+    len.saturating_sub(1) / BLOCK_TOKENS
+}
+
 /// Layers whose KV covers the same tokens.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct KvGroup {
@@ -85,6 +91,11 @@ impl KvGroups {
         places
     }
 
+    /// Returns the index of a block in its group, and the group, of an entry of a block table.
+    pub fn place(&self, entry: usize) -> (usize, usize) {
+        (entry / self.count(), entry % self.count())
+    }
+
     /// Returns the tokens that a token attends to in a group, itself included, if bounded.
     pub(crate) fn window(&self, group: usize) -> Option<NonZeroUsize> {
         self.0[group].window
@@ -100,7 +111,8 @@ impl KvGroups {
     /// Returns whether a token at position `computed` or later attends to the block in this entry
     /// of a block table.
     pub(crate) fn is_needed(&self, entry: usize, computed: usize) -> bool {
-        entry / self.count() >= self.first_needed(entry % self.count(), computed)
+        let (index, group) = self.place(entry);
+        index >= self.first_needed(group, computed)
     }
 
     /// Returns the entries of a block table to which a token at position `computed` or later
@@ -109,6 +121,13 @@ impl KvGroups {
         let (groups, count) = (self.clone(), self.count());
         let entries = indices.start * count..indices.end * count;
         entries.filter(move |entry| groups.is_needed(*entry, computed))
+    }
+
+    /// Returns the entries of the block table of a prompt of `len` tokens that a prefill node sends,
+    /// among the entries of the blocks `indices` of every group. The next token or an equal prompt
+    /// that begins with a hit of [`hit_blocks`] attends to these entries.
+    pub fn sent(&self, len: usize, indices: Range<usize>) -> impl Iterator<Item = usize> {
+        self.needed(hit_blocks(len) * BLOCK_TOKENS, indices)
     }
 
     /// Replaces by [`NO_BLOCK`] every entry to which no token at position `computed` or later
@@ -278,6 +297,12 @@ mod tests {
             let later: Vec<_> = groups.needed(computed + 1, 0..blocks).collect();
             prop_assert!(later.iter().all(|entry| needed.contains(entry)));
             prop_assert_eq!(groups.tokens(groups.entries(computed)), blocks * BLOCK_TOKENS);
+            // A decode node has all of them, and those of the longest hit of an equal prompt.
+            let sent: Vec<_> = groups.sent(computed, 0..blocks).collect();
+            let hit = hit_blocks(computed);
+            let of_hit: Vec<_> = groups.needed(hit * BLOCK_TOKENS, 0..hit).collect();
+            prop_assert!(needed.iter().chain(&of_hit).all(|entry| sent.contains(entry)));
+            prop_assert!(sent.len() <= needed.len() + groups.count());
         }
     }
 }

@@ -113,8 +113,8 @@ pub enum Action {
     /// needed.
     Admitted { id: SequenceId, cached_tokens: u32, local_prefill: bool },
     /// `Receive`: request blocks of the prompt from the prefill peer, from number `first_block` on.
-    /// Only blocks that the token after the prompt needs have numbers: blocks behind the window of
-    /// their KV group have none. `cached_tokens` of the tokens were in the prefix cache.
+    /// Only the blocks of [`KvGroups::sent`](kernels::KvGroups::sent) have numbers: blocks behind
+    /// the window of their KV group have none. `cached_tokens` of the tokens were in the prefix cache.
     Reserve { id: SequenceId, cached_tokens: u32, first_block: u32, blocks: Vec<BlockId> },
     /// `Send`: the KV of these blocks of the prompt is written, and the blocks are held and pinned.
     /// The first of them has number `first_block`, as in [`Action::Reserve`]. Each block is handed

@@ -40,12 +40,6 @@ impl KvBlocks {
         self.groups.entries(tokens) as u32
     }
 
-    /// Returns the table entries that a decode node needs of a prompt of `len` tokens, among the
-    /// first `blocks` blocks of each group. Transfers number the blocks in this order.
-    pub(crate) fn sent(&self, len: usize, blocks: usize) -> impl Iterator<Item = usize> {
-        self.groups.needed(len, 0..blocks)
-    }
-
     /// Returns the block table of the cached prefix of `tokens` and the number of blocks of the
     /// sequence's rest, if these can be allocated and `headroom` blocks remain. `rest` returns the
     /// number for a prefix of the given number of table entries.

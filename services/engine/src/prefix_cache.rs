@@ -10,7 +10,7 @@
 use std::collections::BTreeMap;
 
 use foldhash::HashMap;
-use kernels::{BLOCK_TOKENS, BlockId, KvGroups, NO_BLOCK};
+use kernels::{BLOCK_TOKENS, BlockId, KvGroups, NO_BLOCK, hit_blocks};
 use proto::cache_keys::KeyChain;
 
 use crate::{
@@ -103,15 +103,15 @@ pub(crate) struct PrefixCache {
 }
 
 impl PrefixCache {
-    /// Returns the block table of the longest cached prefix of `tokens`, at most `tokens.len() - 1`
-    /// tokens: the forward pass of the last token gives the logits to sample from.
+    /// Returns the block table of the longest cached prefix of `tokens`, at most [`hit_blocks`] of
+    /// each group.
     pub(crate) fn lookup(
         &self,
         chain: &HashChain,
         tokens: &[u32],
         groups: &KvGroups,
     ) -> Vec<BlockId> {
-        let blocks_max = tokens.len().saturating_sub(1) / BLOCK_TOKENS;
+        let blocks_max = hit_blocks(tokens.len());
         let (mut table, mut hit) = (Vec::new(), 0);
         // For each group: index of the first block from which on all searched blocks are cached.
         let mut begins = vec![0; groups.count()];
@@ -138,7 +138,7 @@ impl PrefixCache {
         }
         table.truncate(hit * groups.count());
         for (entry, block) in table.iter_mut().enumerate() {
-            let (index, group) = (entry / groups.count(), entry % groups.count());
+            let (index, group) = groups.place(entry);
             if index < groups.first_needed(group, hit * BLOCK_TOKENS) {
                 *block = NO_BLOCK;
             }

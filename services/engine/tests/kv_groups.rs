@@ -113,14 +113,37 @@ fn transfer_sends_only_blocks_in_windows() {
             let ids: Vec<_> = tokens_of(&expected, new.id).into_iter().map(|it| it.0).collect();
             assert_eq!(answer.ids(), ids);
             let len = new.tokens.len();
-            let sent = list.needed(len, 0..len.div_ceil(BLOCK_TOKENS)).count();
-            let cached = list.needed(len, 0..answer.cached_at_decode as usize / BLOCK_TOKENS);
+            let sent = list.sent(len, 0..len.div_ceil(BLOCK_TOKENS)).count();
+            let cached = list.sent(len, 0..answer.cached_at_decode as usize / BLOCK_TOKENS);
             if answer.blocks_moved > 0 {
                 assert_eq!(answer.blocks_moved as usize, sent - cached.count());
             }
         }
         assert!(pair.answers.values().any(|answer| answer.blocks_moved > 0));
         pair.assert_all_returned();
+    }
+}
+
+#[test]
+fn equal_prompt_hits_the_prefix_cache_of_a_decode_node_whichever_length_it_has() {
+    let groups = KvGroups::of_windows(&[None, NonZeroUsize::new(32)]);
+    for len in 62..=66 {
+        let config = unbounded_waits(limits(4, 64, 40, 1));
+        let mut node = Node::with_groups(config, None, groups.clone());
+        let received = sequence(1, SequenceKind::Receive, family_tokens(1, len), node.start);
+        let equal = NewSequence {
+            id: SequenceId(2),
+            kind: SequenceKind::Compute,
+            max_tokens: 1,
+            ..received.clone()
+        };
+        node.arrive(NewSequence { max_tokens: 1, ..received });
+        node.kv_arrives(SequenceId(1));
+        node.arrive(equal);
+        node.run();
+        let computed: u32 = node.engine.take_records().iter().map(|record| record.tokens).sum();
+        assert_eq!(computed as usize, (len - 1) % BLOCK_TOKENS + 1, "{len} tokens");
+        node.assert_all_returned();
     }
 }
 

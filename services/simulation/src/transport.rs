@@ -216,7 +216,7 @@ impl SimTransport {
     /// Compares a block with the KV of the prompt.
     fn check_contents(&self, transfer: TransferId, number: u32, contents: &SimBlock, what: &str) {
         let prompt = &self.prompts[&transfer];
-        let mut sent = self.groups.needed(prompt.len(), 0..prompt.len().div_ceil(BLOCK_TOKENS));
+        let mut sent = self.groups.sent(prompt.len(), 0..prompt.len().div_ceil(BLOCK_TOKENS));
         let entry = sent.nth(number as usize).expect("in the prompt");
         let index = entry / self.groups.count();
         let expected = prompt.chunks(BLOCK_TOKENS).nth(index).expect("in the prompt");

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kernels::{BLOCK_TOKENS, BlockId, KvGroups, NO_BLOCK, sampling::SampledToken};
+use kernels::{BLOCK_TOKENS, BlockId, KvGroups, NO_BLOCK, hit_blocks, sampling::SampledToken};
 
 use super::{
     BlockedSequence, Scheduler,
@@ -131,7 +131,7 @@ impl Scheduler {
             return;
         }
         let len = sequence.tokens.len();
-        if first_block as usize >= self.kv.sent(len, len.div_ceil(BLOCK_TOKENS)).count() {
+        if first_block as usize >= self.kv.groups.sent(len, 0..len.div_ceil(BLOCK_TOKENS)).count() {
             return self.fail(id, SequenceFailure::TransferFailed, actions);
         }
         // Reject the sender now: the change of the weights would fail it, and its receiver would
@@ -170,7 +170,7 @@ impl Scheduler {
         let (mut blocks, computed) = (prefix.clone(), sequence.tokens.len());
         let first = prefix.len() / self.kv.groups.count();
         blocks.resize(self.kv.groups.entries(computed), NO_BLOCK);
-        let entries = self.kv.groups.needed(computed, first..computed.div_ceil(BLOCK_TOKENS));
+        let entries = self.kv.groups.sent(computed, first..computed.div_ceil(BLOCK_TOKENS));
         entries.zip(reserved).for_each(|(entry, block)| blocks[entry] = block);
         for index in 0..computed / BLOCK_TOKENS {
             publish(&mut self.kv, &mut self.tiers, sequence, index, &blocks);
@@ -277,7 +277,7 @@ impl Scheduler {
         let is_received = sequence.kind == SequenceKind::Receive && self.tiers.is_none();
         let len = sequence.tokens.len();
         let rest = |cached: usize| match is_received && !is_prefilled_here(len, groups, cached) {
-            true => groups.needed(len, cached / groups.count()..len.div_ceil(BLOCK_TOKENS)).count(),
+            true => groups.sent(len, cached / groups.count()..len.div_ceil(BLOCK_TOKENS)).count(),
             false => groups.entries(len) - cached,
         };
         let (chain, tokens) = (&sequence.chain, sequence.cacheable_tokens());
@@ -306,12 +306,13 @@ impl Scheduler {
             self.sequences.set_phase(id, SequencePhase::Ready(table));
         } else {
             let cached = computed / BLOCK_TOKENS;
-            let first_block = self.kv.sent(len, cached).count();
-            let sent = self.kv.sent(len, len.div_ceil(BLOCK_TOKENS)).count();
+            let groups = &self.kv.groups;
+            let first_block = groups.sent(len, 0..cached).count();
+            let sent = groups.sent(len, 0..len.div_ceil(BLOCK_TOKENS)).count();
             // These blocks were reserved for a load; the transfer does not write them.
             let surplus = rest.split_off(sent - first_block);
             self.kv.cancel_reservation(&surplus, id);
-            self.kv.release_behind(&mut prefix, len);
+            self.kv.release_behind(&mut prefix, hit_blocks(len) * BLOCK_TOKENS);
             self.sequences.set_phase(id, SequencePhase::Reserved { prefix });
             self.transfers.start_incoming(id, rest.clone());
             let first_block = first_block as u32;

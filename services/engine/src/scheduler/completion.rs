@@ -2,7 +2,7 @@
 
 use std::mem;
 
-use kernels::{BLOCK_TOKENS, sampling::SampledToken};
+use kernels::{BLOCK_TOKENS, hit_blocks, sampling::SampledToken};
 
 use super::{Scheduler, loading::publish, sequence::SequencePhase};
 use crate::{
@@ -85,8 +85,13 @@ impl Scheduler {
             for index in written {
                 publish(&mut self.kv, &mut self.tiers, sequence, index, &blocks);
             }
-            // Steps in flight begin at this position or later.
-            self.kv.release_behind(&mut blocks, computed);
+            // Steps in flight begin at this position or later. An equal prompt begins after its
+            // longest hit.
+            let hit = match computed > sequence.given_len {
+                true => confirmed / BLOCK_TOKENS,
+                false => hit_blocks(computed),
+            };
+            self.kv.release_behind(&mut blocks, hit * BLOCK_TOKENS);
             sequence.row_mut().blocks = blocks;
         }
         let prompt_logprobs = match tokens.is_empty() {

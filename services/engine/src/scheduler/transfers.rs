@@ -23,7 +23,7 @@ pub(super) struct SequenceTransfers {
 struct SequenceTransfer {
     is_incoming: bool,
     /// Outgoing: number of the first block that the receiver wants, among the blocks that
-    /// [`KvBlocks::sent`] returns.
+    /// [`KvGroups::sent`](kernels::KvGroups::sent) returns.
     first_block: u32,
     /// Incoming: the reserved blocks. Outgoing: the blocks from `first_block` on that were handed
     /// over; the list only grows, so no block is handed over twice.
@@ -79,7 +79,8 @@ impl SequenceTransfers {
     ) -> Option<Action> {
         let transfer = self.known.get_mut(&id).filter(|transfer| !transfer.is_incoming)?;
         let next = transfer.first_block as usize + transfer.blocks.len();
-        let blocks: Vec<_> = kv.sent(len, written).skip(next).map(|entry| table[entry]).collect();
+        let blocks: Vec<_> =
+            kv.groups.sent(len, 0..written).skip(next).map(|entry| table[entry]).collect();
         if blocks.is_empty() {
             return None;
         }

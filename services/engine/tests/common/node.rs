@@ -446,5 +446,5 @@ impl Node {
 
 /// Returns the index in its group of each block that a transfer of a prompt of `len` tokens sends.
 fn sent(groups: &KvGroups, len: usize) -> Vec<usize> {
-    groups.needed(len, 0..len.div_ceil(BLOCK_TOKENS)).map(|entry| entry / groups.count()).collect()
+    groups.sent(len, 0..len.div_ceil(BLOCK_TOKENS)).map(|entry| groups.place(entry).0).collect()
 }
