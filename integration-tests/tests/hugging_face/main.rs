@@ -15,7 +15,7 @@ use integration_tests::{
     client::{Client, salted_body},
     cluster::{Cluster, ClusterSpec, SECRET, bin_dir, smollm2, whole_smollm2},
     command::output,
-    golden::{golden, whole_golden},
+    golden::{golden, longest, whole_golden},
 };
 use serde_json::{Value, json};
 
@@ -210,6 +210,48 @@ async fn gpt_oss_calls_a_tool_after_its_reasoning() -> Result<()> {
     body["max_tokens"] = 1.into();
     let next = client.post("/v1/chat/completions", &body).await?.json();
     assert_eq!(next["usage"]["completion_tokens"], 1, "{next}");
+    cluster.stop()
+}
+
+/// Two KV groups: every second layer attends to 128 tokens.
+#[tokio::test]
+async fn evicted_kv_of_gpt_oss_comes_back_from_the_disk() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    folder::write_gpt_oss(&smollm2(), folder.path(), "{{ messages[0]['content'] }}")?;
+    let spec = ClusterSpec {
+        model: folder.path().to_owned(),
+        load_format: "dummy",
+        ..ClusterSpec::smollm2()
+    };
+    // KV memory for little more than the prompt in both groups.
+    let spec = spec
+        .set_decode("BATON_NODE_BLOCKS", 100)
+        .set_decode("BATON_TIER_DISK_PATH", folder.path().join("kv").display())
+        .set_decode("BATON_TIER_DISK_SIZE", "64MiB")
+        .set_decode("BATON_TIER_ADMISSION", "always");
+    let (cluster, client) = Cluster::start_with_client(spec.nodes(0, 1)).await?;
+    let prompt = longest().prompt_ids;
+    let blocks = (prompt.len() - 1) / 16;
+    // The window of the token after them.
+    let window_blocks = blocks - (16 * blocks + 1 - 128) / 16;
+    let answer = async || {
+        let body = json!({"prompt": prompt, "max_tokens": 8, "temperature": 0.0, "logprobs": 5,
+            "ignore_eos": true});
+        let answer = client.post("/v1/completions", &body).await?.json();
+        let cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64();
+        anyhow::Ok((cached.unwrap_or(0), answer["choices"][0]["logprobs"].clone()))
+    };
+    let (_, computed) = answer().await?;
+    let node = &cluster.decode[0];
+    node.wait_metric("baton_tier_blocks", (blocks + window_blocks) as f64).await?;
+    for salt in ["one", "two"] {
+        client.complete(&salted_body(&prompt, 2, salt)).await?;
+    }
+    let (cached, restored) = answer().await?;
+    assert_eq!((cached, restored), (16 * blocks as u64, computed));
+    let hits = (blocks + window_blocks) as f64;
+    node.wait_metric("baton_tier_hits_total", hits).await?;
+    assert_eq!(node.metric("baton_tier_hits_total").await?, hits);
     cluster.stop()
 }
 

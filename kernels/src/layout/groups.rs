@@ -91,6 +91,11 @@ impl KvGroups {
         places
     }
 
+    /// Returns whether a token of some group attends to a bounded number of tokens.
+    pub fn has_windows(&self) -> bool {
+        self.windows().any(|window| window.is_some())
+    }
+
     /// Returns the index of a block in its group, and the group, of an entry of a block table.
     pub fn place(&self, entry: usize) -> (usize, usize) {
         (entry / self.count(), entry % self.count())

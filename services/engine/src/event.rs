@@ -149,6 +149,9 @@ pub enum Action {
     CancelSaves { last: JobId },
     /// Blocks are to be copied from KV tiers. [`TierEvent::Loaded`] follows.
     Load(LoadJob),
+    /// The sequence no longer waits for its last load, which gave it the KV of `tokens` tokens: 0 if
+    /// it left the load, or if the load only measured its tier.
+    Loaded { id: SequenceId, tokens: u32 },
 }
 
 /// Treatment of running sequences at a change of the weights.
@@ -207,6 +210,16 @@ pub enum CacheChange {
 /// Hash of a block's tokens and of all blocks before it, seeded with model, weights and salt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockHash(pub u128);
+
+impl BlockHash {
+    /// Returns the key of a KV group's block. The first group's blocks have the hash itself, which
+    /// routers follow.
+    pub(crate) fn of_group(self, group: usize) -> Self {
+        // An odd factor: the keys of all groups differ in many bits.
+        const FACTOR: u128 = 0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835;
+        Self(self.0 ^ (group as u128).wrapping_mul(FACTOR))
+    }
+}
 
 /// Load of the node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -3,8 +3,8 @@
 //! The key of a block is a 128-bit hash of its 16 tokens and of the previous block's key. The chain
 //! starts from model, weights, adapter and the tenant's salt, so equal tokens under other weights,
 //! another adapter or another tenant have different keys. A lookup compares the tokens as well.
-//! Under one key each KV group has a block of its own. A group with a window needs only the blocks
-//! in the window before the end of a hit.
+//! Each KV group has a block of its own, whose key is derived from the hash and the group. A group
+//! with a window needs only the blocks in the window before the end of a hit.
 //! [`crate::block_pool`] decides which block is evicted.
 
 use std::collections::BTreeMap;
@@ -64,10 +64,10 @@ impl HashChain {
         &self.hashes
     }
 
-    /// Returns the contents of block `index` of `tokens`.
+    /// Returns the contents of the first group's block `index` of `tokens`.
     pub fn contents(&self, tokens: &[u32], index: usize) -> BlockContents {
         let (key, parent) = (self.hashes[index], self.parent(index));
-        BlockContents { key, parent, tokens: *block_tokens(tokens, index) }
+        BlockContents { key, parent, tokens: *block_tokens(tokens, index), group: 0 }
     }
 
     /// Returns the key before block `index`.
@@ -86,6 +86,8 @@ fn block_tokens(tokens: &[u32], index: usize) -> &[u32; BLOCK_TOKENS] {
 #[derive(Debug)]
 struct PrefixEntry {
     block: BlockId,
+    group: usize,
+    /// Key of the first group's previous block.
     parent: BlockHash,
     tokens: [u32; BLOCK_TOKENS],
 }
@@ -93,9 +95,9 @@ struct PrefixEntry {
 /// Prefix cache of one arena.
 #[derive(Debug, Default)]
 pub(crate) struct PrefixCache {
-    /// By key and KV group.
-    entries: HashMap<(BlockHash, usize), PrefixEntry>,
-    keys: HashMap<BlockId, (BlockHash, usize)>,
+    /// By the key of the group's block.
+    entries: HashMap<BlockHash, PrefixEntry>,
+    keys: HashMap<BlockId, BlockHash>,
     /// Changes of the first KV group since the last [`Self::take_changes`]: at most one per key,
     /// which bounds the map when no caller takes them. Ordered, so that equal inputs give equal
     /// outputs.
@@ -121,8 +123,9 @@ impl PrefixCache {
         };
         for (index, &hash) in chain.hashes().iter().enumerate().take(blocks_max) {
             for (group, begin) in begins.iter_mut().enumerate() {
-                let entry = self.entries.get(&(hash, group)).filter(|entry| {
-                    entry.parent == chain.parent(index)
+                let entry = self.entries.get(&hash.of_group(group)).filter(|entry| {
+                    entry.group == group
+                        && entry.parent == chain.parent(index)
                         && entry.tokens == *block_tokens(tokens, index)
                 });
                 if entry.is_none() {
@@ -155,32 +158,32 @@ impl PrefixCache {
         (index, group): (usize, usize),
         block: BlockId,
     ) -> bool {
-        let hash = chain.hashes()[index];
-        let key = (hash, group);
+        let key = chain.hashes()[index].of_group(group);
         if self.entries.contains_key(&key) {
             return false;
         }
         let parent = chain.parent(index);
         let tokens = *block_tokens(tokens, index);
-        self.entries.insert(key, PrefixEntry { block, parent, tokens });
+        self.entries.insert(key, PrefixEntry { block, group, parent, tokens });
         let before = self.keys.insert(block, key);
         debug_assert_eq!(before, None, "block {} already had contents", block.0);
-        self.note(key, CacheChange::Added(hash));
+        self.note((key, group), CacheChange::Added(key));
         true
     }
 
     /// Removes an evicted block.
     pub(crate) fn evict(&mut self, block: BlockId) {
-        if let Some(key) = self.keys.remove(&block) {
-            self.entries.remove(&key);
-            self.note(key, CacheChange::Evicted(key.0));
+        if let Some(key) = self.keys.remove(&block)
+            && let Some(entry) = self.entries.remove(&key)
+        {
+            self.note((key, entry.group), CacheChange::Evicted(key));
         }
     }
 
     /// Returns the keys of all cached blocks of the first KV group in ascending order.
     pub(crate) fn hashes(&self) -> Vec<BlockHash> {
-        let first = self.entries.keys().filter(|(_, group)| *group == 0);
-        let mut hashes: Vec<_> = first.map(|(hash, _)| *hash).collect();
+        let first = self.entries.iter().filter(|(_, entry)| entry.group == 0);
+        let mut hashes: Vec<_> = first.map(|(key, _)| *key).collect();
         hashes.sort_unstable();
         hashes
     }
@@ -190,11 +193,12 @@ impl PrefixCache {
         std::mem::take(&mut self.changes).into_values().collect()
     }
 
-    /// Returns the first KV group's block with this key, and what the key was computed from.
+    /// Returns the block with this key, and what the key was computed from.
     pub(crate) fn get(&self, key: BlockHash) -> Option<(BlockId, BlockContents)> {
-        let entry = self.entries.get(&(key, 0))?;
-        let (parent, tokens) = (entry.parent, entry.tokens);
-        Some((entry.block, BlockContents { key, parent, tokens }))
+        let entry = self.entries.get(&key)?;
+        let (parent, tokens) = (entry.parent.of_group(entry.group), entry.tokens);
+        let group = entry.group as u8;
+        Some((entry.block, BlockContents { key, parent, tokens, group }))
     }
 
     pub(crate) fn contains_block(&self, block: BlockId) -> bool {
@@ -288,7 +292,7 @@ mod tests {
     fn an_equal_hash_over_other_tokens_is_no_hit() {
         let tokens = tokens(48);
         let (mut cache, chain) = filled(&tokens);
-        cache.entries.get_mut(&(chain.hashes()[1], 0)).expect("inserted").tokens[3] ^= 1;
+        cache.entries.get_mut(&chain.hashes()[1]).expect("inserted").tokens[3] ^= 1;
         assert_eq!(lookup(&cache, &chain, &tokens), [BlockId(0)]);
     }
 

@@ -49,7 +49,7 @@ mod weights;
 
 use std::time::Instant;
 
-use kernels::KvGroups;
+use kernels::{BLOCK_TOKENS, KvGroups};
 
 pub use config::{ItlLimit, SchedulerConfig, SchedulerConfigError};
 use masks::MaskRequests;
@@ -139,9 +139,9 @@ impl Scheduler {
     /// Sets the KV groups. By default one group keeps the KV of all tokens.
     ///
     /// # Panics
-    /// With several groups when the tiers are on: they keep one block under a key.
+    /// When the tiers are on: they need the groups.
     pub fn with_kv_groups(mut self, groups: KvGroups) -> Self {
-        assert!(self.tiers.is_none() || groups.count() == 1, "tiers keep one KV group");
+        assert!(self.tiers.is_none(), "the KV groups are set before the tiers");
         self.kv.groups = groups;
         self
     }
@@ -201,7 +201,7 @@ impl Scheduler {
             } else if matches!(sequence.phase(), SequencePhase::AwaitingReady) {
                 SequenceFailure::TransferFailed
             } else if matches!(sequence.phase(), SequencePhase::Loading { .. }) {
-                self.give_up_load(now, id);
+                self.give_up_load(now, id, actions);
                 continue;
             } else {
                 debug_assert_eq!(sequence.kind, SequenceKind::Receive);
@@ -225,7 +225,7 @@ impl Scheduler {
             let computed = match sequence.phase() {
                 SequencePhase::Reserved { .. } => sequence.given_len,
                 SequencePhase::Loading { prefix, count, .. } => {
-                    self.kv.groups.tokens(prefix.len() + count)
+                    self.kv.groups.tokens(prefix.len()) + count * BLOCK_TOKENS
                 }
                 SequencePhase::AwaitingReady | SequencePhase::Waiting => 0,
                 SequencePhase::Ready(table) => table.computed,

@@ -21,7 +21,14 @@
 //!    sequence owns all its blocks, those to load as `Reserved`, and waits in phase `Loading`.
 //!    Other sequences run meanwhile.
 //! 4. [`TierEvent::Loaded`]: the intact blocks enter the prefix cache, and the sequence computes
-//!    the rest. A damaged or missing block ends the loaded prefix, and its slot is free.
+//!    the rest. A damaged or missing block ends the loaded prefix, and its slot is free. If a group
+//!    has a window, the sequence takes all blocks of a load or none.
+//!
+//! With several KV groups each block of a group is saved and loaded under a key of its own. Of a
+//! group with a window, two windows of a sequence are saved: the window before the end of the
+//! prompt at the first token, and the window before the end of the answer at the end. An equal
+//! prompt or a later turn begins after one of them. A load that ends at another token needs other
+//! blocks. All blocks of the first group are saved, even if every group has a window.
 //!
 //! A load waits for nothing but its copies, so there is no circular wait between loads,
 //! reservations and sends.
@@ -38,19 +45,20 @@ mod touches;
 
 use std::{
     collections::{BTreeMap, VecDeque},
+    ops::Range,
     time::{Duration, Instant},
 };
 
-use admission::{AdmittedPrefix, WrittenBlock};
+use admission::{AdmittedPrefix, WrittenBlock, WrittenWindow};
 use foldhash::HashMap;
-use kernels::BLOCK_TOKENS;
-pub(crate) use loads::FinishedLoad;
+use kernels::{BLOCK_TOKENS, KvGroups};
 use loads::LoadInFlight;
+pub(crate) use loads::{ChosenLoad, FinishedLoad};
 pub use loads::{LOADS_MAX, LoadBlock, LoadJob};
 use rates::{LoadRate, PrefillRate};
 pub(crate) use saves::NoSource;
-use saves::SaveInFlight;
 pub use saves::{COPYING_MAX, HOST_SAVES_MAX, SAVES_MAX, SaveJob, SaveSource};
+use saves::{OfferedBlock, SaveInFlight};
 pub use store::SlotIndex;
 use store::Store;
 use touches::BlockTouches;
@@ -122,9 +130,28 @@ pub struct JobId(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockContents {
     pub key: BlockHash,
-    /// Key of the previous block.
+    /// Key of the previous block of the same KV group.
     pub parent: BlockHash,
     pub tokens: [u32; BLOCK_TOKENS],
+    /// Index of the block's KV group, which the key depends on.
+    pub group: u8,
+}
+
+/// A block that a tier holds since an earlier start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RecoveredBlock {
+    pub slot: SlotIndex,
+    pub key: BlockHash,
+    /// Index of the block's KV group.
+    pub group: u8,
+}
+
+impl BlockContents {
+    /// Returns the contents of the block of a KV group, from those of the first group's block.
+    pub(crate) fn of_group(self, group: usize) -> Self {
+        let (key, parent) = (self.key.of_group(group), self.parent.of_group(group));
+        Self { key, parent, group: group as u8, ..self }
+    }
 }
 
 /// Result of a copy.
@@ -146,7 +173,7 @@ pub enum TierEvent {
     Grown { tier: Tier, slots: u32 },
     /// Blocks that a tier holds since an earlier start. Saves begin after the last of these events,
     /// so that they do not overwrite blocks that are still to be found.
-    Recovered { tier: Tier, blocks: Vec<(SlotIndex, BlockHash)>, is_complete: bool },
+    Recovered { tier: Tier, blocks: Vec<RecoveredBlock>, is_complete: bool },
 }
 
 /// Statistics of one tier since the start.
@@ -185,7 +212,7 @@ struct TierState {
     /// Whether all blocks of an earlier start are known.
     is_recovered: bool,
     /// Admitted blocks whose copy has not started, oldest first.
-    queued: VecDeque<(Instant, BlockHash)>,
+    queued: VecDeque<(Instant, OfferedBlock)>,
     /// Number of saves in flight, and how many of them still read their source.
     saves: usize,
     copying: usize,
@@ -196,6 +223,7 @@ struct TierState {
 #[derive(Debug)]
 pub(crate) struct TierStores {
     config: TierConfig,
+    groups: KvGroups,
     tiers: [Option<TierState>; TIERS],
     rates: [LoadRate; TIERS],
     prefill: PrefillRate,
@@ -204,13 +232,14 @@ pub(crate) struct TierStores {
     /// of these blocks.
     admitted: VecDeque<AdmittedPrefix>,
     uncounted: usize,
-    /// Blocks written since the last [`Self::count_written`].
+    /// Blocks written since the last [`Self::count_written`], and windows whose end was written.
     written: Vec<WrittenBlock>,
+    windows: Vec<WrittenWindow>,
     /// The last launched step, while it is in flight and may write blocks that an earlier step in
     /// flight completes.
     last_step: Option<StepId>,
     /// Blocks to queue when the step has been collected; ascending by step.
-    unverified: VecDeque<(StepId, BlockHash)>,
+    unverified: VecDeque<(StepId, OfferedBlock)>,
     /// Contents of the host tier's slots, for saves from there to the disk.
     host_contents: HashMap<SlotIndex, BlockContents>,
     saves: BTreeMap<JobId, SaveInFlight>,
@@ -222,7 +251,12 @@ pub(crate) struct TierStores {
 
 impl TierStores {
     /// `block_count`: blocks of the arena.
-    pub(crate) fn new(config: TierConfig, block_count: u32, now: Instant) -> Self {
+    pub(crate) fn new(
+        config: TierConfig,
+        groups: KvGroups,
+        block_count: u32,
+        now: Instant,
+    ) -> Self {
         let tier = |slots: u32, is_recovered: bool| TierState {
             store: Store::new(slots),
             is_recovered,
@@ -237,6 +271,7 @@ impl TierStores {
         let keys = 4 * block_count as usize + config.disk_slots as usize;
         Self {
             config,
+            groups,
             tiers: [host, disk],
             rates: Default::default(),
             prefill: PrefillRate::default(),
@@ -244,6 +279,7 @@ impl TierStores {
             admitted: VecDeque::new(),
             uncounted: 0,
             written: Vec::new(),
+            windows: Vec::new(),
             last_step: None,
             unverified: VecDeque::new(),
             host_contents: HashMap::default(),
@@ -260,6 +296,16 @@ impl TierStores {
 
     pub(crate) fn now(&self) -> Instant {
         self.now
+    }
+
+    /// Returns the number of KV groups without a window. They are the first groups.
+    fn groups_without_window(&self) -> usize {
+        self.groups.windows().take_while(Option::is_none).count()
+    }
+
+    /// Returns the KV groups of which all blocks are saved. Of the others, windows are saved.
+    fn groups_saved_whole(&self) -> Range<usize> {
+        0..self.groups_without_window().max(1)
     }
 
     /// Returns the fastest tier that has slots. A host tier whose memory cannot be pinned has none.
@@ -291,19 +337,15 @@ impl TierStores {
         self.admitted.clear();
         self.uncounted = 0;
         self.written.clear();
+        self.windows.clear();
         self.tiers.iter_mut().flatten().for_each(|tier| tier.queued.clear());
     }
 
-    pub(crate) fn recover(
-        &mut self,
-        tier: Tier,
-        blocks: &[(SlotIndex, BlockHash)],
-        is_complete: bool,
-    ) {
+    pub(crate) fn recover(&mut self, tier: Tier, blocks: &[RecoveredBlock], is_complete: bool) {
         if let Some(state) = &mut self.tiers[tier.index()] {
             state.is_recovered |= is_complete;
-            for &(slot, key) in blocks {
-                state.store.recover(slot, key);
+            for &block in blocks {
+                state.store.recover(block);
             }
         }
     }
@@ -316,19 +358,19 @@ impl TierStores {
     pub(crate) fn stats(&self, tier: Tier) -> Option<TierStats> {
         let state = self.tiers[tier.index()].as_ref()?;
         let oldest = state.queued.front();
-        let age = |&(at, _): &(Instant, BlockHash)| self.now.saturating_duration_since(at);
+        let age = |&(at, _): &(Instant, OfferedBlock)| self.now.saturating_duration_since(at);
         let queue_age = oldest.map(age).unwrap_or_default();
         let (stored, slots) = (state.store.stored(), state.store.slots());
         let block_time = self.rates[tier.index()].block_time();
         Some(TierStats { stored, slots, queue_age, block_time, ..state.stats })
     }
 
-    /// Takes the changes of a tier's blocks since the last call.
+    /// Takes the changes of a tier's blocks of the first KV group since the last call.
     pub(crate) fn take_changes(&mut self, tier: Tier) -> Vec<CacheChange> {
         self.tiers[tier.index()].as_mut().map(|it| it.store.take_changes()).unwrap_or_default()
     }
 
-    /// Returns the keys of the `most` blocks of a tier that were used last.
+    /// Returns the keys of the `most` blocks of the first KV group that were used last in a tier.
     pub(crate) fn keys(&self, tier: Tier, most: usize) -> Vec<BlockHash> {
         self.tiers[tier.index()].as_ref().map(|it| it.store.keys(most)).unwrap_or_default()
     }

@@ -268,7 +268,7 @@ proptest! {
             ..config
         };
         let host_slots = tiers.map_or(0, |(_, host_slots, ..)| host_slots);
-        let tiers = tiers.filter(|_| groups.count() == 1).map(|(disk_slots, host_slots, always, timeout_ms)| TierConfig {
+        let tiers = tiers.map(|(disk_slots, host_slots, always, timeout_ms)| TierConfig {
             admission: if always { TierAdmission::Always } else { TierAdmission::SecondTouch },
             host: host_slots > 0,
             sessions: always,

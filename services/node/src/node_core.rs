@@ -143,9 +143,6 @@ impl<E: Executor> NodeCore<E> {
     /// Handles the result of a copy of the KV tiers.
     pub fn handle_tier_event(&mut self, event: TierEvent, now: Instant) {
         self.now = now;
-        if let TierEvent::Loaded { job, intact, .. } = event {
-            self.attempts.loaded(job, intact);
-        }
         self.give_to_scheduler(Input::Tier(event));
     }
 

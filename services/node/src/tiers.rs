@@ -28,11 +28,13 @@ use std::{
 use config::{Config, TierAdmission};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use engine::{
-    event::BlockHash,
     executor::CollectWaker,
-    tiers::{self, JobId, LoadJob, RECOVERED_MAX, SaveJob, SlotIndex, Tier, TierConfig, TierEvent},
+    tiers::{
+        self, JobId, LoadJob, RECOVERED_MAX, RecoveredBlock, SaveJob, SlotIndex, Tier, TierConfig,
+        TierEvent,
+    },
 };
-use kernels::{KvArena, WeightFormat};
+use kernels::{KvArena, KvGroups, KvLayout, WeightFormat};
 use tracing::{error, info, warn};
 
 use crate::{memory_limit::MemoryShare, settings};
@@ -72,7 +74,7 @@ pub(crate) struct OpenTiers {
 impl OpenTiers {
     /// Opens the tiers that are configured. A tier that cannot serve is reported and left out. May
     /// take seconds.
-    pub(crate) fn open(config: &Config, arena: &KvArena, kv_groups: usize) -> Option<Self> {
+    pub(crate) fn open(config: &Config, arena: &KvArena, groups: &KvGroups) -> Option<Self> {
         let tier = &config.tier;
         if tier.disk_path.is_none() && tier.host_memory.bytes() == 0 {
             return None;
@@ -81,16 +83,12 @@ impl OpenTiers {
             warn!("the node serves without tiers: node.prefix_cache = false; expected true");
             return None;
         }
-        if kv_groups > 1 {
-            warn!(kv_groups, "the node serves without tiers: expected a model with one KV group");
-            return None;
-        }
         let pin_limits = PinLimits::of_node(config.node.nodes_per_container);
         let limit = pin_limits.share().map(MemoryShare::bytes);
         let host = open_host(tier.host_memory.bytes(), limit, arena);
         let disk = tier.disk_path.as_deref().and_then(|path| {
             let weights = settings::weight_format(config.model.dtype);
-            open_disk(path, tier.disk_size.bytes(), arena, weights)
+            open_disk(path, tier.disk_size.bytes(), (arena.layout(), groups), weights)
         });
         let (admission, sessions) = (tier.admission, tier.sessions);
         let has_tier = host.is_some() || disk.is_some();
@@ -132,10 +130,16 @@ fn open_host(bytes: u64, limit: Option<u64>, arena: &KvArena) -> Option<HostMemo
     }
 }
 
-fn open_disk(path: &Path, size: u64, arena: &KvArena, weights: WeightFormat) -> Option<DiskFile> {
+fn open_disk(
+    path: &Path,
+    size: u64,
+    (layout, groups): (KvLayout, &KvGroups),
+    weights: WeightFormat,
+) -> Option<DiskFile> {
     let shown = path.display();
-    let (file, layout) = (path.to_owned(), arena.layout());
-    match open_within(OPEN_WITHIN, move || DiskFile::open(&file, size, layout, weights)) {
+    let (file, groups) = (path.to_owned(), groups.clone());
+    let open = move || DiskFile::open(&file, size, (layout, &groups), weights);
+    match open_within(OPEN_WITHIN, open) {
         Ok(disk) => {
             info!(path = %shown, slots = disk.slot_count(), "opened the disk tier");
             Some(disk)
@@ -394,27 +398,27 @@ fn recover_slots(
     is_stopping: &AtomicBool,
 ) -> io::Result<()> {
     let mut buffer = disk.buffer()?;
-    let key = |slot| disk.key(slot, &mut buffer);
+    let block = |slot| disk.block(slot, &mut buffer);
     let found = |blocks| {
         let tier = Tier::Disk;
         events.send(TierEvent::Recovered { tier, blocks, is_complete: false })
     };
-    read_headers(slots, is_stopping, key, found)
+    read_headers(slots, is_stopping, block, found)
 }
 
-/// Reads the header of each slot by `key`, and passes the blocks to `found` until `found` returns
+/// Reads the header of each slot by `block`, and passes the blocks to `found` until `found` returns
 /// false. Skips headers that cannot be read, and returns the last of these errors.
 fn read_headers(
     slots: Range<SlotIndex>,
     is_stopping: &AtomicBool,
-    mut key: impl FnMut(SlotIndex) -> io::Result<Option<BlockHash>>,
-    mut found: impl FnMut(Vec<(SlotIndex, BlockHash)>) -> bool,
+    mut block: impl FnMut(SlotIndex) -> io::Result<Option<RecoveredBlock>>,
+    mut found: impl FnMut(Vec<RecoveredBlock>) -> bool,
 ) -> io::Result<()> {
     let mut blocks = Vec::new();
     let (mut errors, mut result) = (0, Ok(()));
     for slot in slots {
-        match key(slot) {
-            Ok(key) => blocks.extend(key.map(|key| (slot, key))),
+        match block(slot) {
+            Ok(block) => blocks.extend(block),
             Err(error) => {
                 errors += 1;
                 result = Err(error);

@@ -263,7 +263,7 @@ mod tests {
 
     fn save(job: u64, tier: Tier) -> SaveJob {
         let (key, parent) = (BlockHash(1), BlockHash(2));
-        let contents = BlockContents { key, parent, tokens: [0; BLOCK_TOKENS] };
+        let contents = BlockContents { key, parent, tokens: [0; BLOCK_TOKENS], group: 0 };
         SaveJob { job: JobId(job), tier, slot: 5, source: SaveSource::Block(BlockId(0)), contents }
     }
 

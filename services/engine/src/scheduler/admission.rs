@@ -180,6 +180,7 @@ impl Scheduler {
         sequence.take_prompt_logprobs();
         let finish = sequence.take_token(token.id);
         self.sequences.set_phase(id, SequencePhase::Ready(SequenceBlocks { blocks, computed }));
+        self.prompt_written(id);
         let finish = match finish {
             Ok(finish) => finish,
             Err(failure) => return self.fail(id, failure.into(), actions),
@@ -273,9 +274,7 @@ impl Scheduler {
     /// sequence needs beside them, or the number of blocks that would have to be available.
     pub(super) fn fit_prefix(&self, id: SequenceId) -> Result<(Vec<BlockId>, u32), u32> {
         let (sequence, groups) = (&self.sequences[id], &self.kv.groups);
-        // With tiers all blocks are reserved: a load writes the blocks in order, without gaps.
-        let is_received = sequence.kind == SequenceKind::Receive && self.tiers.is_none();
-        let len = sequence.tokens.len();
+        let (len, is_received) = (sequence.tokens.len(), sequence.kind == SequenceKind::Receive);
         let rest = |cached: usize| match is_received && !is_prefilled_here(len, groups, cached) {
             true => groups.sent(len, cached / groups.count()..len.div_ceil(BLOCK_TOKENS)).count(),
             false => groups.entries(len) - cached,

@@ -58,7 +58,7 @@ impl Scheduler {
     ) {
         let sequence = self.sequences.known_mut(id);
         let drafts_accepted = tokens.len().saturating_sub(1);
-        let first_index = sequence.next_index();
+        let (first_index, had_output) = (sequence.next_index(), sequence.has_output());
         let finish = match sequence.take_output(&mut tokens) {
             Ok(finish) => finish,
             Err(failure) => return self.fail(id, failure.into(), actions),
@@ -105,6 +105,9 @@ impl Scheduler {
         }
         if tokens.is_empty() {
             return;
+        }
+        if !had_output {
+            self.prompt_written(id);
         }
         if !sends && finish.is_none() {
             self.request_mask(id);

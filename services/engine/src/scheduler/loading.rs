@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kernels::{BLOCK_TOKENS, BlockId, NO_BLOCK};
+use kernels::{BLOCK_TOKENS, BlockId, NO_BLOCK, hit_blocks};
 
 use super::{
     Scheduler,
@@ -14,20 +14,17 @@ use crate::{
     event::{Action, BlockHash, CacheChange, SequenceId, SequenceKind},
     kv_blocks::{KvBlocks, blocks_of},
     tiers::{
-        FinishedLoad, JobId, NoSource, SaveSource, Tier, TierConfig, TierEvent, TierStats,
-        TierStores,
+        ChosenLoad, FinishedLoad, JobId, NoSource, SaveSource, Tier, TierConfig, TierEvent,
+        TierStats, TierStores,
     },
 };
 
 impl Scheduler {
     /// Turns the tiers on. Without them the scheduler emits no [`Action::Save`] and no
     /// [`Action::Load`].
-    ///
-    /// # Panics
-    /// With several KV groups: the tiers keep one block under a key.
     pub fn with_tiers(mut self, config: TierConfig, now: Instant) -> Self {
-        assert_eq!(self.kv.groups.count(), 1, "tiers keep one KV group");
-        self.tiers = Some(TierStores::new(config, self.config.limits.blocks, now));
+        let groups = self.kv.groups.clone();
+        self.tiers = Some(TierStores::new(config, groups, self.config.limits.blocks, now));
         self.sessions = config.sessions.then(SequenceSessions::default);
         self
     }
@@ -128,8 +125,8 @@ impl Scheduler {
     }
 
     /// Extends a sequence's held prefix with blocks of the tiers, if loading them is faster than
-    /// computing. Then returns `None`, and the sequence waits in phase `Loading` for at most
-    /// `most`. Otherwise returns the prefix.
+    /// computing and blocks for all its tokens are available. Then returns `None`, and the sequence
+    /// waits in phase `Loading` for at most `most`. Otherwise returns the prefix.
     pub(super) fn load_prefix(
         &mut self,
         id: SequenceId,
@@ -137,28 +134,39 @@ impl Scheduler {
         most: Duration,
         actions: &mut Vec<Action>,
     ) -> Option<Vec<BlockId>> {
+        let headroom = self.headroom();
         let Some(tiers) = &mut self.tiers else { return Some(prefix) };
         let sequence = self.sequences.known_mut(id);
-        // The forward pass of the last token gives the logits to sample from.
-        let blocks_max = (sequence.tokens.len() - 1) / BLOCK_TOKENS;
-        let resident = prefix.len();
-        let keys = &sequence.chain.hashes()[resident..blocks_max.max(resident)];
-        let slots = if sequence.may_load { tiers.choose_load(keys, most) } else { Vec::new() };
-        let count = slots.len();
+        let (groups, held) = (self.kv.groups.clone(), prefix.len());
+        let (resident, len) = (held / groups.count(), sequence.tokens.len());
+        let keys = &sequence.chain.hashes()[resident..hit_blocks(len).max(resident)];
+        // A load reserves blocks for all tokens. A decode node that receives the KV needs fewer.
+        let rest = self.kv.entries(len) - held as u32;
+        let fits = self.kv.pool.available() >= rest + headroom;
+        let ChosenLoad { count, slots } = match sequence.may_load && fits {
+            true => tiers.choose_load(keys, resident, most),
+            false => ChosenLoad::default(),
+        };
+        let end = resident + count;
         if sequence.counted_blocks == 0 {
             // The other blocks are counted when they are computed.
-            sequence.counted_blocks = resident + count;
-            sequence.continues = sequence.counted_blocks > 0;
-            tiers.prefix_admitted(&sequence.chain.hashes()[..sequence.counted_blocks], resident);
+            sequence.counted_blocks = end;
+            sequence.continues = end > 0;
+            tiers.prefix_admitted(&sequence.chain.hashes()[..end], resident);
         }
         if count == 0 {
             return Some(prefix);
         }
-        let rest = self.kv.entries(sequence.tokens.len()) - resident as u32;
         let reserved = self.kv.reserve(rest, id).expect("availability was checked");
         let (chain, tokens) = (&sequence.chain, &sequence.tokens);
-        let contents = (resident..).map(|index| chain.contents(tokens, index));
-        let load = tiers.start_load(id, slots, contents, reserved);
+        // A load that only measures its tier reads the first of these entries.
+        let entries = groups.needed(end * BLOCK_TOKENS, resident..end).take(slots.len());
+        let targets = entries.map(|entry| {
+            let (index, group) = groups.place(entry);
+            (chain.contents(tokens, index).of_group(group), reserved[entry - held])
+        });
+        let targets: Vec<_> = targets.collect();
+        let load = tiers.start_load(id, slots, targets, reserved);
         self.sequences.set_phase(id, SequencePhase::Loading { prefix, count, job: load.job });
         self.sequences.set_alarm(id, tiers.load_deadline(most));
         actions.push(Action::Load(load));
@@ -168,24 +176,40 @@ impl Scheduler {
     fn loaded(&mut self, job: JobId, finished: FinishedLoad, actions: &mut Vec<Action>) {
         let FinishedLoad { load, intact } = finished;
         let id = load.id;
-        let mut prefix = match self.sequences.get(id).map(Sequence::phase) {
-            Some(SequencePhase::Loading { prefix, job: awaited, .. }) if *awaited == job => {
-                prefix.clone()
+        let (mut prefix, count) = match self.sequences.get(id).map(Sequence::phase) {
+            Some(SequencePhase::Loading { prefix, count, job: awaited }) if *awaited == job => {
+                (prefix.clone(), *count)
             }
             _ => return self.kv.cancel_reservation(&load.blocks, id),
         };
+        let (groups, held) = (self.kv.groups.clone(), prefix.len());
+        let resident = held / groups.count();
+        let needed = |end: usize| groups.needed(end * BLOCK_TOKENS, resident..end);
+        let end = match intact == needed(resident + count).count() {
+            true => resident + count,
+            // An earlier token attends to blocks that the load does not have.
+            false if groups.has_windows() => resident,
+            false => resident + intact,
+        };
         let sequence = &self.sequences[id];
         if let Some(tiers) = &mut self.tiers {
-            tiers.count_hits(&load, intact);
+            tiers.count_hits(&load, needed(end).count());
         }
-        let (written, rest) = load.blocks.split_at(intact);
-        self.kv.accept(written, id);
-        for (index, &block) in (prefix.len()..).zip(written) {
-            self.kv.publish(&sequence.chain, &sequence.tokens, (index, 0), block);
-        }
-        prefix.extend_from_slice(written);
-        let computed = self.kv.groups.tokens(prefix.len());
+        let (covered, rest) = load.blocks.split_at((end - resident) * groups.count());
+        let computed = end * BLOCK_TOKENS;
         self.kv.release_behind(&mut prefix, computed);
+        prefix.resize(held + covered.len(), NO_BLOCK);
+        for entry in needed(end) {
+            let block = covered[entry - held];
+            prefix[entry] = block;
+            self.kv.accept(&[block], id);
+            self.kv.publish(&sequence.chain, &sequence.tokens, groups.place(entry), block);
+        }
+        let behind = covered.iter().zip(&prefix[held..]).filter(|(_, entry)| **entry == NO_BLOCK);
+        let behind: Vec<_> = behind.map(|(block, _)| *block).collect();
+        self.kv.cancel_reservation(&behind, id);
+        let tokens = ((end - resident) * BLOCK_TOKENS) as u32;
+        actions.push(Action::Loaded { id, tokens });
         if sequence.kind == SequenceKind::Receive {
             return self.reserve_rest(id, prefix, rest.to_vec(), actions);
         }
@@ -199,8 +223,8 @@ impl Scheduler {
 
     /// Handles the time-out of a load: returns the sequence to its queue, and lets it load nothing
     /// any more.
-    pub(super) fn give_up_load(&mut self, now: Instant, id: SequenceId) {
-        self.leave_load(id);
+    pub(super) fn give_up_load(&mut self, now: Instant, id: SequenceId, actions: &mut Vec<Action>) {
+        self.leave_load(id, actions);
         let sequence = self.sequences.known_mut(id);
         sequence.may_load = false;
         if sequence.kind == SequenceKind::Receive {
@@ -209,30 +233,42 @@ impl Scheduler {
     }
 
     /// Returns a sequence to its queue. Its load keeps its blocks until it ends.
-    pub(super) fn leave_load(&mut self, id: SequenceId) {
+    pub(super) fn leave_load(&mut self, id: SequenceId, actions: &mut Vec<Action>) {
         let loading = self.sequences.set_phase(id, SequencePhase::Waiting);
         let SequencePhase::Loading { prefix, .. } = loading else {
             unreachable!("the caller checked the phase");
         };
         self.kv.release(&prefix);
         self.sequences.clear_alarm(id);
+        actions.push(Action::Loaded { id, tokens: 0 });
     }
 
     /// Keeps the queue place and the KV of a finished turn for the next turn of its session. Call
     /// it before the sequence releases its blocks.
     pub(super) fn end_turn(&mut self, id: SequenceId) {
+        let published = match self.sequences[id].phase() {
+            SequencePhase::Running(row) => row.published,
+            SequencePhase::Ready(table) => table.computed / BLOCK_TOKENS,
+            _ => 0,
+        };
+        // The blocks before these were offered with the prompt.
+        let counted = hit_blocks(self.sequences[id].prompt_len);
+        if published > counted {
+            self.window_written(id, published, counted);
+        }
         let (Some(sessions), Some(tiers)) = (&mut self.sessions, &self.tiers) else { return };
         let sequence = self.sequences.known_mut(id);
         let Some(turn) = sequence.turn.take() else { return };
         let last = sequence.chain.hashes().last().copied();
-        let blocks: &[BlockId] = match sequence.phase() {
+        let table: &[BlockId] = match sequence.phase() {
             SequencePhase::Running(row) => &row.blocks,
             SequencePhase::Ready(table) => &table.blocks,
             _ => &[],
         };
-        let blocks = &blocks_of(blocks).collect::<Vec<_>>();
+        let covered = table.len() / self.kv.groups.count();
+        let blocks = &blocks_of(table).collect::<Vec<_>>();
         let share = blocks.len() as f32 / self.config.limits.blocks as f32;
-        let cost = (tiers.restore_time(blocks.len()), share);
+        let cost = (tiers.restore_time(covered, blocks.len()), share);
         let place = turn.session_place();
         let mut kept_places = sessions.kept_places(&turn).to_vec();
         kept_places.dedup();
@@ -247,6 +283,22 @@ impl Scheduler {
         }
     }
 
+    /// Lets the tiers offer the window before the end of a prompt whose KV is written. Call it at
+    /// the sequence's first token: later, blocks behind the window of the answer are evicted.
+    pub(super) fn prompt_written(&mut self, id: SequenceId) {
+        self.window_written(id, hit_blocks(self.sequences[id].prompt_len), 0);
+    }
+
+    /// Lets the tiers offer the window before the end of the sequence's first `blocks` blocks of
+    /// each group. The occurrence of the first `counted` of them in the sequence is counted.
+    fn window_written(&mut self, id: SequenceId, blocks: usize, counted: usize) {
+        let sequence = &self.sequences[id];
+        if let Some(tiers) = self.tiers.as_mut().filter(|_| sequence.is_published()) {
+            let keys = &sequence.chain.hashes()[..blocks];
+            tiers.window_written(keys, counted, sequence.continues);
+        }
+    }
+
     /// Lets the tiers offer the blocks of a preempted sequence after the launch of the step,
     /// because the sequence will return.
     pub(super) fn offer_preempted(&mut self, id: SequenceId, published: usize) {
@@ -255,11 +307,12 @@ impl Scheduler {
         for index in 0..published {
             tiers.block_written(chain.hashes()[index], chain.parent(index), true, true);
         }
+        tiers.window_written(&chain.hashes()[..published], published, true);
     }
 }
 
-/// Adds the blocks `index` of the sequence's block table, whose KV is written, to the prefix cache
-/// and to the written blocks of the tiers. Does nothing if the KV depends on earlier weights.
+/// Adds block `index` of each group, whose KV is written, to the prefix cache and to the written
+/// blocks of the tiers. Does nothing if no other sequence may use the KV.
 pub(super) fn publish(
     kv: &mut KvBlocks,
     tiers: &mut Option<TierStores>,
@@ -267,8 +320,7 @@ pub(super) fn publish(
     index: usize,
     table: &[BlockId],
 ) {
-    // The KV of an embedded text would evict prompts that come again.
-    if sequence.has_old_kv || sequence.sampling.pooling.is_some() {
+    if !sequence.is_published() {
         return;
     }
     let count = kv.groups.count();

@@ -37,7 +37,8 @@ pub(super) struct Sequence {
     /// Whether some of the row's KV was computed with earlier weights. No other sequence may use
     /// this KV.
     pub(super) has_old_kv: bool,
-    /// Whether the prompt began with a prefix cache hit when the sequence was first admitted.
+    /// Whether the prompt began with a hit in the prefix cache or a load from the KV tiers when the
+    /// sequence was first admitted.
     pub(super) continues: bool,
     /// Tokens that were cached when the sequence was first admitted.
     pub(super) cached_tokens: Option<u32>,
@@ -82,8 +83,8 @@ pub(super) enum SequencePhase {
     Reserved {
         prefix: Vec<BlockId>,
     },
-    /// Holds its cached prefix and has a claim to a slot; a load from the KV tiers owns the other
-    /// blocks and writes `count` of them.
+    /// Holds its cached prefix and has a claim to a slot. A load from the KV tiers owns the other
+    /// blocks, and is to give it the KV of `count` blocks of each KV group.
     Loading {
         prefix: Vec<BlockId>,
         count: usize,
@@ -206,6 +207,12 @@ impl Sequence {
     /// Returns whether the sequence was admitted before. While it waits, it was preempted.
     pub(super) fn was_admitted(&self) -> bool {
         self.cached_tokens.is_some()
+    }
+
+    /// Returns whether other sequences may use the KV. The KV of an embedded text would evict
+    /// prompts that come again.
+    pub(super) fn is_published(&self) -> bool {
+        !self.has_old_kv && self.sampling.pooling.is_none()
     }
 
     /// Returns whether the sequence prefills for a peer and waits in the queue.

@@ -110,7 +110,7 @@ impl Scheduler {
         let is_loading =
             |sequence: &Sequence| matches!(sequence.phase(), SequencePhase::Loading { .. });
         for id in self.sequences.by_age(is_loading) {
-            self.leave_load(id);
+            self.leave_load(id, actions);
         }
         for (_, id) in self.sequences.ready().to_vec() {
             let ready = self.sequences.set_phase(id, SequencePhase::Waiting);

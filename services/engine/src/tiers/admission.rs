@@ -1,8 +1,10 @@
 //! Admission to the tiers: which blocks are worth a save, by their occurrences in requests.
 
-use std::mem;
+use std::{mem, ops::Range};
 
-use super::{TierAdmission, TierStores};
+use kernels::BLOCK_TOKENS;
+
+use super::{TierAdmission, TierStores, saves::OfferedBlock};
 use crate::event::BlockHash;
 
 /// Maximum number of blocks of admitted prompts that are not counted yet. A prompt of a million
@@ -37,6 +39,19 @@ pub(super) struct WrittenBlock {
     continues: bool,
 }
 
+/// Blocks that end with a window of each KV group that is not saved whole.
+#[derive(Debug)]
+pub(super) struct WrittenWindow {
+    /// Hashes of the sequence's blocks from the start of the largest window on.
+    hashes: Vec<BlockHash>,
+    /// Index of the first of them.
+    first: usize,
+    /// Number of the sequence's leading blocks whose occurrence is counted already.
+    counted: usize,
+    /// Whether the prompt of its request began with a hit.
+    continues: bool,
+}
+
 impl TierStores {
     /// Records that a prompt was admitted whose first blocks `keys` are cached or loaded; the first
     /// `resident` of them are in the prefix cache. [`count_admitted`](Self::count_admitted) counts
@@ -46,8 +61,12 @@ impl TierStores {
         let keys = &keys[..keys.len().min(UNCOUNTED_MAX - self.uncounted)];
         // A block that the request writes before the prefix is counted takes the LRU time of the
         // prefix's last block. So this time must be that of the admission.
-        if let Some(&last) = keys.last() {
-            self.tiers.iter_mut().flatten().for_each(|tier| _ = tier.store.mark_used(last, None));
+        if let Some(last) = keys.last() {
+            for group in self.groups_saved_whole() {
+                let last = last.of_group(group);
+                let tiers = self.tiers.iter_mut().flatten();
+                tiers.for_each(|tier| _ = tier.store.mark_used(last, None));
+            }
         }
         if !keys.is_empty() {
             self.uncounted += keys.len();
@@ -65,21 +84,73 @@ impl TierStores {
             let end = prefix.keys.len().min(prefix.counted + left);
             left -= end - prefix.counted;
             self.uncounted -= end - prefix.counted;
-            let before = prefix.counted.checked_sub(1).map(|index| prefix.keys[index]);
-            let mut slots = self.tiers.each_ref().map(|tier| tier.as_ref()?.store.slot(before?));
+            for group in self.groups_saved_whole() {
+                self.mark_used(&prefix.keys, prefix.counted..end, group);
+            }
             for index in prefix.counted..end {
                 let key = prefix.keys[index];
-                for (tier, slot) in self.tiers.iter_mut().zip(&mut slots) {
-                    let used = tier.as_mut().and_then(|tier| tier.store.mark_used(key, *slot));
-                    *slot = used.or(*slot);
-                }
                 if self.count(key) && index < prefix.resident {
-                    self.offer(key);
+                    self.offer_whole(key);
                 }
             }
             prefix.counted = end;
             if end < prefix.keys.len() {
                 self.admitted.push_front(prefix);
+            }
+        }
+    }
+
+    /// Marks a group's blocks `indices` of `hashes` as used. Each is overwritten just before the
+    /// block before it. The first of `hashes` becomes the most recently used block.
+    fn mark_used(&mut self, hashes: &[BlockHash], indices: Range<usize>, group: usize) {
+        let before = indices.start.checked_sub(1).map(|index| hashes[index].of_group(group));
+        let mut slots = self.tiers.each_ref().map(|tier| tier.as_ref()?.store.slot(before?));
+        for index in indices {
+            let key = hashes[index].of_group(group);
+            for (tier, slot) in self.tiers.iter_mut().zip(&mut slots) {
+                let used = tier.as_mut().and_then(|tier| tier.store.mark_used(key, *slot));
+                *slot = used.or(*slot);
+            }
+        }
+    }
+
+    /// Offers the block with this hash in each group that is saved whole.
+    fn offer_whole(&mut self, hash: BlockHash) {
+        for group in self.groups_saved_whole() {
+            self.offer(OfferedBlock { key: hash.of_group(group), begins_window: false });
+        }
+    }
+
+    /// Records that a request has written the last of the blocks `hashes` of a sequence.
+    /// [`count_written`](Self::count_written) offers the window before their end later, in the
+    /// groups that are not saved whole. The occurrence of the first `counted` blocks in the request
+    /// is counted. `continues`: the prompt of the request began with a hit.
+    pub(crate) fn window_written(&mut self, hashes: &[BlockHash], counted: usize, continues: bool) {
+        let groups = self.groups_saved_whole().end..self.groups.count();
+        let needed = |group| self.groups.first_needed(group, hashes.len() * BLOCK_TOKENS);
+        if let Some(first) = groups.map(needed).min().filter(|first| *first < hashes.len()) {
+            let hashes = hashes[first..].to_vec();
+            self.windows.push(WrittenWindow { hashes, first, counted, continues });
+        }
+    }
+
+    /// Marks the blocks of a window as used, and offers those that are worth a save.
+    fn offer_window(&mut self, window: &WrittenWindow) {
+        let &WrittenWindow { ref hashes, first, counted, continues } = window;
+        let end = (first + hashes.len()) * BLOCK_TOKENS;
+        for group in self.groups_saved_whole().end..self.groups.count() {
+            let begin = self.groups.first_needed(group, end) - first;
+            let hashes = &hashes[begin..];
+            self.mark_used(hashes, 0..hashes.len(), group);
+            for (index, hash) in hashes.iter().enumerate() {
+                let key = hash.of_group(group);
+                let is_admitted = match first + begin + index < counted {
+                    true => self.admits(key),
+                    false => self.count(key),
+                };
+                if is_admitted || continues {
+                    self.offer(OfferedBlock { key, begins_window: index == 0 });
+                }
             }
         }
     }
@@ -98,7 +169,8 @@ impl TierStores {
         self.written.push(WrittenBlock { key, parent, is_counted, continues });
     }
 
-    /// Counts the blocks written since the last call, and offers those that are worth a save.
+    /// Counts the blocks written since the last call, and offers those that are worth a save, and
+    /// then those of the windows.
     pub(crate) fn count_written(&mut self) {
         let mut written = mem::take(&mut self.written);
         for WrittenBlock { key, parent, is_counted, continues } in written.drain(..) {
@@ -107,17 +179,23 @@ impl TierStores {
                 false => self.count_written_block(key, parent),
             };
             if is_admitted || continues {
-                self.offer(key);
+                self.offer_whole(key);
             }
         }
         self.written = written;
+        for window in mem::take(&mut self.windows) {
+            self.offer_window(&window);
+        }
     }
 
     /// Counts the occurrence of a written block. Returns whether the block is worth a save.
     fn count_written_block(&mut self, key: BlockHash, parent: BlockHash) -> bool {
-        for tier in self.tiers.iter_mut().flatten().filter(|it| it.store.is_known(key)) {
-            let parent = tier.store.slot(parent);
-            tier.store.mark_used(key, parent);
+        for group in self.groups_saved_whole() {
+            let (key, parent) = (key.of_group(group), parent.of_group(group));
+            for tier in self.tiers.iter_mut().flatten().filter(|it| it.store.is_known(key)) {
+                let parent = tier.store.slot(parent);
+                tier.store.mark_used(key, parent);
+            }
         }
         self.count(key)
     }
@@ -141,12 +219,15 @@ impl TierStores {
 
 #[cfg(test)]
 mod tests {
-    use std::ops::RangeInclusive;
+    use std::{num::NonZeroUsize, ops::RangeInclusive};
 
-    use kernels::{BLOCK_TOKENS, BlockId};
+    use kernels::{BlockId, KvGroups};
 
     use super::*;
-    use crate::tiers::{BlockContents, Tier, testing::with_disk};
+    use crate::tiers::{
+        BlockContents, RecoveredBlock, Tier,
+        testing::{with_disk, with_groups},
+    };
 
     fn keys(range: RangeInclusive<u128>) -> Vec<BlockHash> {
         range.map(BlockHash).collect()
@@ -154,8 +235,9 @@ mod tests {
 
     /// Lets the disk have the blocks 1 to `count` from an earlier start.
     fn recover(tiers: &mut TierStores, count: u128) {
-        let slots = keys(1..=count).into_iter().enumerate().map(|(slot, key)| (slot as u32, key));
-        tiers.recover(Tier::Disk, &slots.collect::<Vec<_>>(), true);
+        let block = |(key, slot)| RecoveredBlock { slot, key, group: 0 };
+        let blocks: Vec<_> = keys(1..=count).into_iter().zip(0..).map(block).collect();
+        tiers.recover(Tier::Disk, &blocks, true);
     }
 
     /// Writes and offers block 2001 of a turn, which follows block 600.
@@ -163,7 +245,7 @@ mod tests {
         let (key, parent) = (BlockHash(2001), BlockHash(600));
         tiers.block_written(key, parent, false, true);
         tiers.count_written();
-        BlockContents { key, parent, tokens: [0; BLOCK_TOKENS] }
+        BlockContents { key, parent, tokens: [0; BLOCK_TOKENS], group: 0 }
     }
 
     #[test]
@@ -272,5 +354,85 @@ mod tests {
         assert_eq!((tiers.uncounted, tiers.admitted.len()), (UNCOUNTED_MAX, 2));
         (0..UNCOUNTED_MAX / COUNTED_MIN).for_each(|_| tiers.count_admitted());
         assert_eq!((tiers.uncounted, tiers.admitted.len()), (0, 0));
+    }
+
+    /// Saves all offered blocks.
+    fn save_all(tiers: &mut TierStores) {
+        let tokens = [0; BLOCK_TOKENS];
+        let resident = |key: BlockHash| {
+            let (hash, group) = match key.0 < 10_000 {
+                true => (key, 0),
+                false => (key.of_group(1), 1),
+            };
+            let parent = BlockHash(hash.0 - 1);
+            let contents = BlockContents { key: hash, parent, tokens, group: 0 };
+            Ok((BlockId(0), contents.of_group(group)))
+        };
+        while let Some(save) = tiers.next_save(resident) {
+            tiers.end_save(save.job, true);
+            tiers.check();
+        }
+    }
+
+    /// Ends a turn whose blocks have these hashes; the blocks before `prefix` were cached.
+    fn end_turn(tiers: &mut TierStores, hashes: RangeInclusive<u128>, prefix: usize) {
+        let hashes = keys(hashes);
+        tiers.prefix_admitted(&hashes[..prefix], 0);
+        tiers.count_admitted();
+        for &hash in &hashes[prefix..] {
+            tiers.block_written(hash, BlockHash(hash.0 - 1), false, true);
+        }
+        tiers.window_written(&hashes, 0, true);
+        tiers.count_written();
+        save_all(tiers);
+    }
+
+    fn has_window(tiers: &mut TierStores, hashes: RangeInclusive<u128>) -> bool {
+        let store = &tiers.state(Tier::Disk).store;
+        hashes.into_iter().all(|hash| store.find(BlockHash(hash).of_group(1)).is_some())
+    }
+
+    /// A group without a window, and one with a window of three blocks.
+    #[test]
+    fn windows_of_the_conversation_that_was_used_longest_ago_are_overwritten_first() {
+        let groups = KvGroups::of_windows(&[None, NonZeroUsize::new(40)]);
+        let mut tiers = with_groups(2 * 13 + 3, groups);
+        tiers.recover(Tier::Disk, &[], true);
+        // Two conversations of ten blocks leave three slots.
+        end_turn(&mut tiers, 1001..=1010, 0);
+        end_turn(&mut tiers, 2001..=2010, 0);
+        assert_eq!(tiers.stats(Tier::Disk).unwrap().stored, 26);
+        // The first one returns. Its window begins just after the last one, and then in it.
+        end_turn(&mut tiers, 1001..=1013, 10);
+        assert!(has_window(&mut tiers, 1011..=1013));
+        end_turn(&mut tiers, 1001..=1014, 13);
+        assert!(has_window(&mut tiers, 1012..=1014));
+        // A third conversation overwrites the second one, and then the first windows.
+        end_turn(&mut tiers, 3001..=3003, 0);
+        assert!(has_window(&mut tiers, 1012..=1014) && has_window(&mut tiers, 3001..=3003));
+        assert!(!tiers.state(Tier::Disk).store.is_known(BlockHash(2010)));
+        assert_eq!(tiers.stats(Tier::Disk).unwrap().dropped, 0);
+    }
+
+    #[test]
+    fn windows_are_offered_when_written_blocks_are_counted() {
+        let groups = KvGroups::of_windows(&[None, NonZeroUsize::new(40)]);
+        let mut tiers = with_groups(50, groups);
+        tiers.config.admission = TierAdmission::SecondTouch;
+        let mut offered = |count, counted, continues| {
+            tiers.window_written(&keys(1..=count), counted, continues);
+            let before = tiers.state(Tier::Disk).queued.len();
+            tiers.count_written();
+            (before, tiers.state(Tier::Disk).queued.len())
+        };
+        assert_eq!(offered(10, 0, false), (0, 0), "the first occurrence");
+        assert_eq!(offered(11, 10, false), (0, 0), "two of three blocks in the same request");
+        assert_eq!(offered(10, 0, false), (0, 3), "the second occurrence");
+        assert_eq!(offered(4, 4, true), (3, 6), "the prompt began with a hit");
+        assert_eq!(offered(4, 0, false), (6, 6), "a preempted sequence does not count");
+        // Without a window there is nothing to offer.
+        let mut tiers = with_disk(10);
+        tiers.window_written(&keys(1..=10), 0, true);
+        assert!(tiers.windows.is_empty());
     }
 }

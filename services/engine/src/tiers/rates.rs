@@ -106,9 +106,32 @@ pub(super) fn choose(
     if best > 0 {
         return LoadChoice { blocks: best, is_refused: best < in_time };
     }
+    LoadChoice { blocks: probe(now, run, rates), is_refused: true }
+}
+
+/// Returns how many leading blocks of a refused `run` to load, only to measure the tier of the
+/// first block.
+pub(super) fn probe(now: Instant, run: &[usize], rates: &[LoadRate]) -> usize {
     let probes = run.first().is_some_and(|&tier| rates[tier].is_outdated(now));
-    let blocks = if probes { run.len().min(PROBE_BLOCKS) } else { 0 };
-    LoadChoice { blocks, is_refused: true }
+    if probes { run.len().min(PROBE_BLOCKS) } else { 0 }
+}
+
+/// Returns whether a load of all blocks of `run` ends within `most` and saves time. It gives a
+/// sequence `covered` blocks of each KV group.
+pub(super) fn pays_off(
+    (run, covered): (&[usize], usize),
+    rates: &[LoadRate],
+    prefill: &PrefillRate,
+    most: Duration,
+) -> bool {
+    let count = |tier| run.iter().filter(|of| **of == tier).count() as u32;
+    let time = |(tier, rate): (usize, &LoadRate)| match count(tier) {
+        0 => Duration::ZERO,
+        blocks => rate.time(blocks),
+    };
+    let load = rates.iter().enumerate().map(time).max().unwrap_or_default();
+    // Before the first prefill, assume that every load saves time.
+    load <= most && prefill.time(covered).is_none_or(|compute| load < compute)
 }
 
 /// Adds a load of `read` blocks from each tier, fastest tier first, which took `took`. The tiers

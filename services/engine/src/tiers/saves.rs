@@ -38,6 +38,15 @@ pub struct SaveJob {
     pub contents: BlockContents,
 }
 
+/// A block that is worth a save.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct OfferedBlock {
+    pub key: BlockHash,
+    /// Whether the block is the first one of a window. Then the block before it is of no use, so
+    /// the save does not take the LRU time of that block.
+    pub begins_window: bool,
+}
+
 /// A save in flight.
 #[derive(Debug)]
 pub(super) struct SaveInFlight {
@@ -45,6 +54,7 @@ pub(super) struct SaveInFlight {
     slot: SlotIndex,
     source: SaveSource,
     contents: BlockContents,
+    begins_window: bool,
     is_copied: bool,
     /// Whether the shell was asked to fail the save if its copy has not begun.
     is_cancelled: bool,
@@ -80,41 +90,41 @@ impl TierStores {
     /// Queues the saves that waited until this step was collected.
     pub(crate) fn step_collected(&mut self, step: StepId) {
         self.last_step = self.last_step.filter(|&last| last > step);
-        while let Some((_, key)) = self.unverified.pop_front_if(|(last, _)| *last <= step) {
-            self.queue_first(key);
+        while let Some((_, block)) = self.unverified.pop_front_if(|(last, _)| *last <= step) {
+            self.queue_first(block);
         }
     }
 
     /// Queues the save of a block of the prefix cache, once no step in flight may write the block.
-    pub(crate) fn offer(&mut self, key: BlockHash) {
-        let Some(step) = self.last_step else { return self.queue_first(key) };
+    pub(super) fn offer(&mut self, block: OfferedBlock) {
+        let Some(step) = self.last_step else { return self.queue_first(block) };
         let first = self.tiers.iter_mut().flatten().find(|it| it.store.slots() > 0);
-        let Some(first) = first.filter(|it| !it.store.is_known(key)) else { return };
+        let Some(first) = first.filter(|it| !it.store.is_known(block.key)) else { return };
         if self.unverified.len() < QUEUED_MAX {
-            self.unverified.push_back((step, key));
+            self.unverified.push_back((step, block));
         } else {
             first.stats.dropped += 1;
         }
     }
 
     /// Queues the save of a block to the fastest tier that has slots.
-    fn queue_first(&mut self, key: BlockHash) {
+    fn queue_first(&mut self, block: OfferedBlock) {
         if let Some(first) = self.first_tier() {
-            self.queue(first, key);
+            self.queue(first, block);
         }
     }
 
-    fn queue(&mut self, tier: Tier, key: BlockHash) {
+    fn queue(&mut self, tier: Tier, block: OfferedBlock) {
         let now = self.now;
         let Some(tier) = &mut self.tiers[tier.index()] else { return };
-        if tier.store.is_known(key) {
+        if tier.store.is_known(block.key) {
             return;
         }
         if tier.queued.len() >= QUEUED_MAX {
             tier.stats.dropped += 1;
             return;
         }
-        tier.queued.push_back((now, key));
+        tier.queued.push_back((now, block));
     }
 
     /// Starts the next save. `resident` looks a block up in the prefix cache. The caller keeps
@@ -137,7 +147,8 @@ impl TierStores {
             if !state.is_recovered || state.saves >= saves_max || state.copying >= copying_max {
                 return None;
             }
-            let (since, key) = state.queued.pop_front()?;
+            let (since, block) = state.queued.pop_front()?;
+            let OfferedBlock { key, begins_window } = block;
             // One save at a time reads a block. A save to host memory queues the block for the disk
             // when it ends.
             if state.store.is_known(key) || self.is_copying(key) {
@@ -150,11 +161,12 @@ impl TierStores {
                     continue;
                 }
                 Err(NoSource::Awaited) => {
-                    self.state(tier).queued.push_front((since, key));
+                    self.state(tier).queued.push_front((since, block));
                     return None;
                 }
             };
-            let Some(slot) = self.state(tier).store.begin_save(key, contents.parent) else {
+            let parent = (!begins_window).then_some(contents.parent);
+            let Some(slot) = self.state(tier).store.begin_save(&contents, parent) else {
                 self.state(tier).stats.dropped += 1;
                 self.release(source);
                 continue;
@@ -164,7 +176,15 @@ impl TierStores {
             state.copying += 1;
             let job = self.next_job();
             let (is_copied, is_cancelled) = (false, false);
-            let save = SaveInFlight { tier, slot, source, contents, is_copied, is_cancelled };
+            let save = SaveInFlight {
+                tier,
+                slot,
+                source,
+                contents,
+                begins_window,
+                is_copied,
+                is_cancelled,
+            };
             self.saves.insert(job, save);
             return Some(SaveJob { job, tier, slot, source, contents });
         }
@@ -234,6 +254,7 @@ impl TierStores {
         let block = self.end_copy(job);
         let save = self.saves.remove(&job)?;
         let now = self.now;
+        let offered = OfferedBlock { key: save.contents.key, begins_window: save.begins_window };
         let state = self.state(save.tier);
         // Keeps the queue in the order of its times.
         let since = state.queued.front().map_or(now, |&(since, _)| since);
@@ -243,11 +264,11 @@ impl TierStores {
             true => state.stats.saved += 1,
             false if has_begun => state.stats.failed += 1,
             // The block is saved later, unless it is evicted before.
-            false => state.queued.push_front((since, save.contents.key)),
+            false => state.queued.push_front((since, offered)),
         }
         if is_saved && save.tier == Tier::Host {
             self.host_contents.insert(save.slot, save.contents);
-            self.queue(Tier::Disk, save.contents.key);
+            self.queue(Tier::Disk, offered);
         }
         block
     }
@@ -275,12 +296,16 @@ mod tests {
     use kernels::BLOCK_TOKENS;
 
     use super::*;
-    use crate::tiers::testing::with_disk;
+    use crate::tiers::{RecoveredBlock, testing::with_disk};
 
     /// Returns a resident block for each key.
     fn resident(key: BlockHash) -> Result<(BlockId, BlockContents), NoSource> {
-        let contents = BlockContents { key, parent: BlockHash(0), tokens: [0; BLOCK_TOKENS] };
-        Ok((BlockId(0), contents))
+        let (parent, tokens) = (BlockHash(0), [0; BLOCK_TOKENS]);
+        Ok((BlockId(0), BlockContents { key, parent, tokens, group: 0 }))
+    }
+
+    fn offer(tiers: &mut TierStores, key: u128) {
+        tiers.offer(OfferedBlock { key: BlockHash(key), begins_window: false });
     }
 
     fn dropped(tiers: &TierStores) -> u64 {
@@ -290,9 +315,9 @@ mod tests {
     #[test]
     fn save_is_dropped_and_counted_when_the_queue_is_full() {
         let mut tiers = with_disk(10);
-        (0..QUEUED_MAX as u128).for_each(|key| tiers.offer(BlockHash(key)));
+        (0..QUEUED_MAX as u128).for_each(|key| offer(&mut tiers, key));
         assert_eq!(dropped(&tiers), 0);
-        tiers.offer(BlockHash(u128::MAX));
+        offer(&mut tiers, u128::MAX);
         assert_eq!(dropped(&tiers), 1);
     }
 
@@ -300,7 +325,7 @@ mod tests {
     fn save_is_dropped_and_counted_when_no_slot_is_idle() {
         let mut tiers = with_disk(1);
         tiers.recover(Tier::Disk, &[], true);
-        (1..=2).for_each(|key| tiers.offer(BlockHash(key)));
+        (1..=2).for_each(|key| offer(&mut tiers, key));
         assert!(tiers.next_save(resident).is_some());
         assert_eq!(tiers.next_save(resident), None, "the only slot is being written");
         assert_eq!(dropped(&tiers), 1);
@@ -309,13 +334,13 @@ mod tests {
     #[test]
     fn no_save_of_a_block_that_a_step_may_write_starts_when_the_queue_is_full() {
         let mut tiers = with_disk(10);
-        let stored = BlockHash(0);
-        tiers.recover(Tier::Disk, &[(0, stored)], true);
+        let stored = RecoveredBlock { slot: 0, key: BlockHash(0), group: 0 };
+        tiers.recover(Tier::Disk, &[stored], true);
         tiers.step_launched(1);
-        (1..=QUEUED_MAX as u128).for_each(|key| tiers.offer(BlockHash(key)));
-        tiers.offer(stored);
+        (1..=QUEUED_MAX as u128).for_each(|key| offer(&mut tiers, key));
+        offer(&mut tiers, 0);
         assert_eq!(dropped(&tiers), 0);
-        tiers.offer(BlockHash(u128::MAX));
+        offer(&mut tiers, u128::MAX);
         assert_eq!(dropped(&tiers), 1);
         assert_eq!(tiers.next_save(resident), None, "the step is in flight");
         tiers.step_collected(1);
@@ -326,7 +351,7 @@ mod tests {
     fn cancelled_save_does_not_lower_the_age_of_the_queue() {
         let mut tiers = with_disk(10);
         tiers.recover(Tier::Disk, &[], true);
-        (1..=2).for_each(|key| tiers.offer(BlockHash(key)));
+        (1..=2).for_each(|key| offer(&mut tiers, key));
         let save = tiers.next_save(resident).expect("the queue has two saves");
         assert_eq!(tiers.cancel_saves(|_| true), Some(save.job));
         tiers.set_now(tiers.now() + Duration::from_secs(3));

@@ -14,6 +14,7 @@ use std::{
 
 use foldhash::HashMap;
 
+use super::{BlockContents, RecoveredBlock};
 use crate::event::{BlockHash, CacheChange};
 
 /// Index of a slot in its tier.
@@ -35,6 +36,8 @@ struct TierSlot {
     state: TierSlotState,
     /// Key of the block; meaningless when free.
     key: BlockHash,
+    /// KV group of the block; meaningless when free.
+    group: u8,
     /// Time of the last use. A block that was saved or used after another block of its prompt has
     /// the time of that block. Meaningless when free.
     used: u64,
@@ -62,7 +65,8 @@ pub(super) struct Store {
     /// Times of blocks that were not saved because only blocks of their prompt could be
     /// overwritten: later blocks of the prompt are not saved either.
     dropped: HashMap<BlockHash, u64>,
-    /// Changes since the last [`Self::take_changes`]; a change and its opposite cancel.
+    /// Changes of the first KV group since the last [`Self::take_changes`]; a change and its
+    /// opposite cancel.
     changes: BTreeMap<BlockHash, CacheChange>,
 }
 
@@ -77,7 +81,7 @@ impl Store {
     pub(super) fn grow(&mut self, count: u32) {
         let first = self.slots.len() as u32;
         let (state, key) = (TierSlotState::Free, BlockHash(0));
-        let slot = TierSlot { state, key, used: 0, older: None, newer: None, readers: 0 };
+        let slot = TierSlot { state, key, group: 0, used: 0, older: None, newer: None, readers: 0 };
         self.slots.resize(self.slots.len() + count as usize, slot);
         self.free.extend(first..first + count);
     }
@@ -129,15 +133,20 @@ impl Store {
         Some(index)
     }
 
-    /// Takes a slot for a save of `key`, which comes after the block `parent` and is overwritten
+    /// Takes a slot for a save. With `parent`, the block comes after this block and is overwritten
     /// before it. Returns `None` when every slot is being written or read, or when only blocks of
     /// the same prompt could be overwritten.
-    pub(super) fn begin_save(&mut self, key: BlockHash, parent: BlockHash) -> Option<SlotIndex> {
+    pub(super) fn begin_save(
+        &mut self,
+        contents: &BlockContents,
+        parent: Option<BlockHash>,
+    ) -> Option<SlotIndex> {
+        let &BlockContents { key, group, .. } = contents;
         debug_assert!(!self.is_known(key), "a known block is not saved again");
-        let before = self.slot(parent);
+        let before = parent.and_then(|parent| self.slot(parent));
         let time = match before {
             Some(before) => Some(self.slots[before as usize].used),
-            None => self.dropped.get(&parent).copied(),
+            None => parent.and_then(|parent| self.dropped.get(&parent)).copied(),
         };
         let index = match self.free.pop_first() {
             Some(index) => index,
@@ -161,6 +170,7 @@ impl Store {
         self.slots[index as usize] = TierSlot {
             state: TierSlotState::Writing,
             key,
+            group,
             used,
             older: None,
             newer: None,
@@ -214,9 +224,8 @@ impl Store {
         debug_assert_eq!(slot.state, TierSlotState::Writing);
         if is_saved {
             slot.state = TierSlotState::Stored;
-            let key = slot.key;
             self.stored += 1;
-            self.note(key, CacheChange::Added(key));
+            self.note(index, CacheChange::Added);
         } else {
             self.index.remove(&slot.key);
             slot.state = TierSlotState::Free;
@@ -227,7 +236,8 @@ impl Store {
 
     /// Adds a block that was found in a slot at start. Returns false if the slot or the key is in
     /// use already.
-    pub(super) fn recover(&mut self, index: SlotIndex, key: BlockHash) -> bool {
+    pub(super) fn recover(&mut self, block: RecoveredBlock) -> bool {
+        let RecoveredBlock { slot: index, key, group } = block;
         let is_free =
             self.slots.get(index as usize).is_some_and(|it| it.state == TierSlotState::Free);
         if !is_free || self.is_known(key) {
@@ -236,11 +246,12 @@ impl Store {
         self.free.remove(&index);
         let used = self.next_time();
         let slot = &mut self.slots[index as usize];
-        (slot.state, slot.key, slot.used) = (TierSlotState::Stored, key, used);
+        (slot.state, slot.key, slot.group) = (TierSlotState::Stored, key, group);
+        slot.used = used;
         self.index.insert(key, index);
         self.link(index, None);
         self.stored += 1;
-        self.note(key, CacheChange::Added(key));
+        self.note(index, CacheChange::Added);
         true
     }
 
@@ -280,10 +291,16 @@ impl Store {
         self.index.remove(&key);
         self.unlink(index);
         self.stored -= 1;
-        self.note(key, CacheChange::Evicted(key));
+        self.note(index, CacheChange::Evicted);
     }
 
-    fn note(&mut self, key: BlockHash, change: CacheChange) {
+    /// Records a change of a slot's block. Routers follow the first KV group.
+    fn note(&mut self, index: SlotIndex, change: fn(BlockHash) -> CacheChange) {
+        let TierSlot { key, group, .. } = self.slots[index as usize];
+        if group > 0 {
+            return;
+        }
+        let change = change(key);
         match self.changes.get(&key) {
             Some(&noted) if noted != change => {
                 self.changes.remove(&key);
@@ -294,16 +311,16 @@ impl Store {
         }
     }
 
-    /// Takes the changes of stored blocks since the last call.
+    /// Takes the changes of the first KV group's stored blocks since the last call.
     pub(super) fn take_changes(&mut self) -> Vec<CacheChange> {
         std::mem::take(&mut self.changes).into_values().collect()
     }
 
-    /// Returns the keys of the `most` stored blocks that were used last.
+    /// Returns the keys of the `most` stored blocks of the first KV group that were used last.
     pub(super) fn keys(&self, most: usize) -> Vec<BlockHash> {
         let newest = iter::successors(self.newest, |&index| self.slots[index as usize].older);
         let slots = newest.map(|index| &self.slots[index as usize]);
-        let stored = slots.filter(|slot| slot.state == TierSlotState::Stored);
+        let stored = slots.filter(|slot| slot.state == TierSlotState::Stored && slot.group == 0);
         stored.take(most).map(|slot| slot.key).collect()
     }
 
@@ -339,16 +356,22 @@ impl Store {
 mod tests {
     use super::*;
 
-    const NO_PARENT: BlockHash = BlockHash(0);
-
     impl Store {
         fn is_stored(&self, key: BlockHash) -> bool {
             self.find(key).is_some()
         }
     }
 
+    /// Takes a slot for the block `key` of the first group, after the block `parent`.
+    fn begin_save(store: &mut Store, key: u128, parent: Option<u128>) -> Option<SlotIndex> {
+        let (parent, key) = (parent.map(BlockHash), BlockHash(key));
+        let tokens = [0; kernels::BLOCK_TOKENS];
+        let contents = BlockContents { key, parent: BlockHash(0), tokens, group: 0 };
+        store.begin_save(&contents, parent)
+    }
+
     fn save(store: &mut Store, key: u128) -> SlotIndex {
-        let slot = store.begin_save(BlockHash(key), NO_PARENT).expect("a slot is idle");
+        let slot = begin_save(store, key, None).expect("a slot is idle");
         assert!(!store.is_stored(BlockHash(key)), "a block is not loaded before it is saved");
         store.end_save(slot, true);
         store.check();
@@ -359,7 +382,7 @@ mod tests {
     fn tail_of_a_saved_prompt_is_overwritten_before_its_head() {
         let mut store = Store::new(5);
         let mut save = |key, parent| {
-            let slot = store.begin_save(BlockHash(key), BlockHash(parent));
+            let slot = begin_save(&mut store, key, Some(parent));
             slot.into_iter().for_each(|slot| store.end_save(slot, true));
             store.check();
             store.keys(9)
@@ -388,7 +411,7 @@ mod tests {
         assert_eq!(read, first);
         save(&mut store, 4);
         let read_too = store.begin_load(BlockHash(4)).unwrap();
-        assert_eq!(store.begin_save(BlockHash(5), NO_PARENT), None, "loads read both slots");
+        assert_eq!(begin_save(&mut store, 5, None), None, "loads read both slots");
         store.end_load(read, true);
         store.end_load(read_too, true);
         assert_eq!(save(&mut store, 5), first);
@@ -398,8 +421,7 @@ mod tests {
     fn returning_conversation_keeps_its_prefix_in_a_full_tier() {
         let mut store = Store::new(800);
         let save = |store: &mut Store, key: u128| {
-            let slot =
-                store.begin_save(BlockHash(key), BlockHash(key - 1)).expect("a slot is idle");
+            let slot = begin_save(store, key, Some(key - 1)).expect("a slot is idle");
             store.end_save(slot, true);
         };
         // Eight conversations of 100 blocks fill the tier. The least recently used one returns.
@@ -442,7 +464,7 @@ mod tests {
     #[test]
     fn failed_save_frees_its_slot() {
         let mut store = Store::new(1);
-        let slot = store.begin_save(BlockHash(1), NO_PARENT).unwrap();
+        let slot = begin_save(&mut store, 1, None).unwrap();
         assert!(store.is_known(BlockHash(1)) && store.begin_load(BlockHash(1)).is_none());
         store.end_save(slot, false);
         assert!(!store.is_known(BlockHash(1)));
@@ -458,11 +480,8 @@ mod tests {
         store.end_load(slot, false);
         store.check();
         assert!(!store.is_known(BlockHash(1)));
-        assert_eq!(
-            store.begin_save(BlockHash(2), NO_PARENT),
-            None,
-            "the other load still reads the slot"
-        );
+        let other = begin_save(&mut store, 2, None);
+        assert_eq!(other, None, "the other load still reads the slot");
         store.end_load(slot, false);
         save(&mut store, 2);
     }
@@ -470,9 +489,11 @@ mod tests {
     #[test]
     fn recovered_block_is_loaded_and_a_used_slot_or_key_is_not_recovered() {
         let mut store = Store::new(3);
-        assert!(store.recover(2, BlockHash(7)));
-        assert!(!store.recover(2, BlockHash(8)) && !store.recover(1, BlockHash(7)));
-        assert!(!store.recover(3, BlockHash(9)), "the slot does not exist");
+        let mut recover =
+            |slot, key| store.recover(RecoveredBlock { slot, key: BlockHash(key), group: 0 });
+        assert!(recover(2, 7));
+        assert!(!recover(2, 8) && !recover(1, 7));
+        assert!(!recover(3, 9), "the slot does not exist");
         store.check();
         assert_eq!(store.begin_load(BlockHash(7)), Some(2));
         assert_eq!(store.stored(), 1);
@@ -497,5 +518,25 @@ mod tests {
         let changes = [CacheChange::Evicted(BlockHash(1)), CacheChange::Added(BlockHash(3))];
         assert_eq!(store.take_changes(), changes);
         assert_eq!(store.take_changes(), []);
+    }
+
+    #[test]
+    fn routers_learn_the_blocks_of_the_first_group_only() {
+        let mut store = Store::new(2);
+        for group in [0, 1] {
+            let key = BlockHash(1 + u128::from(group));
+            store.recover(RecoveredBlock { slot: group.into(), key, group });
+        }
+        assert_eq!(store.stored(), 2);
+        assert_eq!(store.keys(9), [BlockHash(1)]);
+        assert_eq!(store.take_changes(), [CacheChange::Added(BlockHash(1))]);
+        // The slots of both blocks are overwritten.
+        (3..=4).for_each(|key| _ = save(&mut store, key));
+        let changes = [
+            CacheChange::Evicted(BlockHash(1)),
+            CacheChange::Added(BlockHash(3)),
+            CacheChange::Added(BlockHash(4)),
+        ];
+        assert_eq!(store.take_changes(), changes);
     }
 }

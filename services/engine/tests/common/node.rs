@@ -12,14 +12,14 @@ use std::{
 use engine::{
     CacheSeeds, LoopOutcome, SchedulerConfig, StepLoop,
     event::{
-        Action, BlockHash, FinishReason, InFlight, Input, NewSequence, SequenceFailure, SequenceId,
+        Action, FinishReason, InFlight, Input, NewSequence, SequenceFailure, SequenceId,
         SequenceKind,
     },
     executor::{
         Executor,
         sim::{SimArena, SimExecutor, fingerprints},
     },
-    tiers::{SlotIndex, Tier, TierConfig, TierEvent, TierStats},
+    tiers::{RecoveredBlock, Tier, TierConfig, TierEvent, TierStats},
 };
 use kernels::{BLOCK_TOKENS, BlockId, KvGroups, sampling::SampledToken};
 
@@ -32,6 +32,8 @@ pub(crate) struct Node {
     groups: KvGroups,
     sequences: BTreeMap<SequenceId, Tracked>,
     copies: TierCopies,
+    /// Tokens that each ended load gave its sequence.
+    pub loaded_tokens: Vec<u32>,
 }
 
 struct Tracked {
@@ -87,7 +89,8 @@ impl Node {
         };
         let engine = StepLoop::new(scheduler, executor);
         let copies = TierCopies::new(arena.clone());
-        Self { engine, start, arena, groups, sequences: BTreeMap::new(), copies }
+        let (sequences, loaded_tokens) = (BTreeMap::new(), Vec::new());
+        Self { engine, start, arena, groups, sequences, copies, loaded_tokens }
     }
 
     pub(crate) fn with_tiers(config: SchedulerConfig, tiers: TierConfig) -> Self {
@@ -102,13 +105,13 @@ impl Node {
     }
 
     /// Reports blocks of an earlier start.
-    pub(crate) fn recover(&mut self, blocks: Vec<(SlotIndex, BlockHash)>, is_complete: bool) {
+    pub(crate) fn recover(&mut self, blocks: Vec<RecoveredBlock>, is_complete: bool) {
         let tier = Tier::Disk;
         self.input(Input::Tier(TierEvent::Recovered { tier, blocks, is_complete }));
     }
 
     /// Gives the node the disk of a node that has stopped. Returns the blocks on the disk.
-    pub(crate) fn take_disk(&mut self, stopped: &Self) -> Vec<(SlotIndex, BlockHash)> {
+    pub(crate) fn take_disk(&mut self, stopped: &Self) -> Vec<RecoveredBlock> {
         self.copies.take_disk(&stopped.copies)
     }
 
@@ -351,6 +354,7 @@ impl Node {
             Action::Save(_) | Action::CancelSaves { .. } | Action::Load(_) => {
                 return self.copies.start(action);
             }
+            Action::Loaded { tokens, .. } => return self.loaded_tokens.push(*tokens),
         };
         let tracked = self.sequences.get_mut(&id).expect("actions name known sequences");
         if let Action::AbortTransfer { .. } = action {
@@ -422,7 +426,8 @@ impl Node {
             Action::AbortTransfer { .. }
             | Action::Save(_)
             | Action::CancelSaves { .. }
-            | Action::Load(_) => unreachable!("handled above"),
+            | Action::Load(_)
+            | Action::Loaded { .. } => unreachable!("handled above"),
         }
     }
 

@@ -6,9 +6,11 @@ use std::{
 };
 
 use engine::{
-    event::{Action, BlockHash},
+    event::Action,
     executor::sim::{SimArena, SimBlock},
-    tiers::{BlockContents, LoadJob, SaveJob, SaveSource, SlotIndex, Tier, TierEvent},
+    tiers::{
+        BlockContents, LoadJob, RecoveredBlock, SaveJob, SaveSource, SlotIndex, Tier, TierEvent,
+    },
 };
 use kernels::BLOCK_TOKENS;
 
@@ -41,10 +43,15 @@ impl TierCopies {
     }
 
     /// Takes the disk of a process that has stopped. Returns the blocks on the disk.
-    pub(crate) fn take_disk(&mut self, stopped: &Self) -> Vec<(SlotIndex, BlockHash)> {
+    pub(crate) fn take_disk(&mut self, stopped: &Self) -> Vec<RecoveredBlock> {
         let slots = stopped.slots.iter().filter(|((tier, _), _)| *tier == Tier::Disk);
         self.slots.extend(slots.clone().map(|(&slot, &block)| (slot, block)));
-        slots.map(|(&(_, slot), (contents, _))| (slot, contents.key)).collect()
+        let block = |slot, &BlockContents { key, group, .. }: &BlockContents| RecoveredBlock {
+            slot,
+            key,
+            group,
+        };
+        slots.map(|(&(_, slot), (contents, _))| block(slot, contents)).collect()
     }
 
     pub(crate) fn start(&mut self, action: Action) {

@@ -2,6 +2,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod groups;
 mod sessions;
 
 use std::time::{Duration, Instant};

@@ -325,10 +325,10 @@ async fn start_tiers(
     executor: &dyn Executor,
 ) -> Result<Option<(TierCopies, Receiver<TierEvent>)>, NodeStartError> {
     let (config, opened_for, waker) = (config.clone(), arena.clone(), executor.waker());
-    let kv_groups = executor.kv_groups().count();
+    let groups = executor.kv_groups();
+    let open = move || OpenTiers::open(&config, &opened_for, &groups);
     // Off the async threads: allocating a file may take seconds.
-    let opened =
-        tokio::task::spawn_blocking(move || OpenTiers::open(&config, &opened_for, kv_groups)).await;
+    let opened = tokio::task::spawn_blocking(open).await;
     let opened = opened.map_err(NodeStartError::Load)?;
     Ok(opened.and_then(|tiers| TierCopies::start(tiers, arena, waker)))
 }

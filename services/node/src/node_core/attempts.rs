@@ -17,12 +17,8 @@ use std::{
 use engine::{
     constraint::COMPILE_TIMEOUT,
     event::{Action, FinishReason, Input, SequenceFailure, SequenceId, SequenceKind},
-    tiers::JobId,
 };
-use kernels::{
-    BLOCK_TOKENS,
-    sampling::{SampledToken, TokenLogprobs},
-};
+use kernels::sampling::{SampledToken, TokenLogprobs};
 use kv_transfer::{
     api::{self as transfer, PeerAddress, TransferFailure, TransferId, TransferStats},
     config::LEASE,
@@ -43,8 +39,6 @@ pub(super) struct Attempts {
     weight_version: u64,
     records: HashMap<SequenceId, AttemptRecord>,
     known: KnownIds,
-    /// The last load of each sequence from the KV tiers, while it is in flight.
-    loads: HashMap<JobId, SequenceId>,
     /// Inputs for the scheduler, in order.
     inputs: VecDeque<Input>,
     /// Commands for the transfers, in order. Each attempt adds at most a reservation or
@@ -133,7 +127,6 @@ impl Attempts {
             weight_version,
             records: HashMap::new(),
             known: KnownIds::default(),
-            loads: HashMap::new(),
             inputs: VecDeque::new(),
             commands: VecDeque::new(),
             outputs: Outputs::new(),
@@ -358,24 +351,19 @@ impl Attempts {
                 self.outputs.push_back(NodeOutput::CancelSaves { last })
             }
             Action::Load(load) => {
-                // The sequence has left an earlier load, whose blocks it does not get.
-                self.loads.retain(|_, id| *id != load.id);
-                self.loads.insert(load.job, load.id);
                 if let Some(record) = self.records.get_mut(&load.id) {
                     record.begin(AttemptStage::Load, &mut self.outputs);
                 }
                 self.outputs.push_back(NodeOutput::Load(load));
             }
+            Action::Loaded { id, tokens } => {
+                let attributes =
+                    StageAttributes { loaded_tokens: Some(tokens), ..Default::default() };
+                if let Some(record) = self.records.get_mut(&id) {
+                    record.end(AttemptStage::Load, attributes, &mut self.outputs);
+                }
+            }
         }
-    }
-
-    /// Handles a load whose first `intact` blocks are written, and which writes no further block.
-    pub(super) fn loaded(&mut self, job: JobId, intact: u32) {
-        let Some(id) = self.loads.remove(&job) else { return };
-        let Some(record) = self.records.get_mut(&id) else { return };
-        let loaded_tokens = Some(intact * BLOCK_TOKENS as u32);
-        let attributes = StageAttributes { loaded_tokens, ..Default::default() };
-        record.end(AttemptStage::Load, attributes, &mut self.outputs);
     }
 
     /// Handles sampled tokens. On D these are tokens 0, 1, 2, … On P this is token 0, which waits

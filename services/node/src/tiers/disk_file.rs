@@ -1,10 +1,10 @@
 //! The file of the disk tier: slots of one block each, read and written with direct I/O.
 //!
 //! The first page names the format and the layout of the blocks. A slot is a header page and the
-//! block, rounded up to pages. The header has the block's key, the inputs of the key, and a digest
-//! of the KV. One write writes header and block. A crash may tear the write: then header and block
-//! do not match, and a load counts as a miss. The file has no index: at start the node reads the
-//! headers.
+//! block, rounded up to pages. The header has the block's KV group, its key, the inputs of the key,
+//! and a digest of the KV. One write writes header and block. A crash may tear the write: then
+//! header and block do not match, and a load counts as a miss. The file has no index: at start the
+//! node reads the headers.
 
 use std::{
     fs::{File, OpenOptions, Permissions, TryLockError},
@@ -15,9 +15,9 @@ use std::{
 
 use engine::{
     event::BlockHash,
-    tiers::{BlockContents, SlotIndex},
+    tiers::{BlockContents, RecoveredBlock, SlotIndex},
 };
-use kernels::{ArenaError, BLOCK_TOKENS, KvLayout, WeightFormat};
+use kernels::{ArenaError, BLOCK_TOKENS, KvGroups, KvLayout, WeightFormat};
 use memmap2::MmapMut;
 use rustix::fs::{FallocateFlags, OFlags};
 use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
@@ -27,9 +27,9 @@ const PAGE: usize = 4096;
 const FILE_MAGIC: &[u8; 8] = b"BATONKV\0";
 const SLOT_MAGIC: &[u8; 8] = b"BATONBLK";
 /// Version of the format. A file of another version is not used.
-const VERSION: u32 = 1;
+const VERSION: u16 = 1;
 /// Bytes of a slot's header before its digest.
-const HEADER_BYTES: usize = 8 + 4 + 16 + 16 + 4 * BLOCK_TOKENS + 16;
+const HEADER_BYTES: usize = 8 + 2 + 2 + 16 + 16 + 4 * BLOCK_TOKENS + 16;
 
 /// Reason why a file cannot serve as the disk tier.
 #[derive(Debug, thiserror::Error)]
@@ -81,15 +81,17 @@ pub(crate) struct SlotBuffer {
 }
 
 impl DiskFile {
-    /// Opens or creates the file, locks it, and allocates `size` bytes. `weights` is part of the
-    /// format, because weights in another number format compute different KV.
+    /// Opens or creates the file, locks it, and allocates `size` bytes. `layout` is that of a block,
+    /// which has the layers of one group. The format includes several `groups`, because with other
+    /// groups a block has other layers. It includes `weights`, because weights in another number
+    /// format compute different KV.
     pub(super) fn open(
         path: &Path,
         size: u64,
-        layout: KvLayout,
+        (layout, groups): (KvLayout, &KvGroups),
         weights: WeightFormat,
     ) -> Result<Self, DiskError> {
-        let wanted = describe(layout, weights);
+        let wanted = describe(layout, groups, weights);
         let block_bytes = layout.block_bytes();
         let slot_bytes = PAGE + block_bytes.next_multiple_of(PAGE);
         let slots = size.saturating_sub(PAGE as u64) / slot_bytes as u64;
@@ -196,15 +198,16 @@ impl DiskFile {
         check(contents, &buffer.bytes, block)
     }
 
-    /// Returns the key in a slot's header, if the slot has an intact header. `buffer` is
-    /// overwritten.
-    pub(super) fn key(
+    /// Returns the block in a slot, if the slot has an intact header. `buffer` is overwritten.
+    pub(super) fn block(
         &self,
         slot: SlotIndex,
         buffer: &mut SlotBuffer,
-    ) -> io::Result<Option<BlockHash>> {
+    ) -> io::Result<Option<RecoveredBlock>> {
         self.file.read_exact_at(&mut buffer.bytes[..PAGE], self.offset(slot))?;
-        Ok(parse_header(&buffer.bytes).map(|(contents, _)| contents.key))
+        let block =
+            |BlockContents { key, group, .. }: BlockContents| RecoveredBlock { slot, key, group };
+        Ok(parse_header(&buffer.bytes).map(|(contents, _)| block(contents)))
     }
 
     fn offset(&self, slot: SlotIndex) -> u64 {
@@ -290,9 +293,10 @@ fn open_direct(path: &Path) -> Result<File, DiskError> {
 }
 
 /// Describes the contents of a file for the first page and for errors.
-fn describe(layout: KvLayout, weights: WeightFormat) -> String {
+fn describe(layout: KvLayout, groups: &KvGroups, weights: WeightFormat) -> String {
     let kv = layout.format;
-    format!("KV blocks of format {VERSION}, layout {layout}, dtype {kv}, weights {weights}")
+    let groups = if groups.count() > 1 { groups.to_string() } else { String::new() };
+    format!("KV blocks of format {VERSION}, layout {layout}{groups}, dtype {kv}, weights {weights}")
 }
 
 fn parse_first_page(page: &[u8]) -> Option<String> {
@@ -309,6 +313,7 @@ fn header(contents: &BlockContents, digest: u128) -> Vec<u8> {
     let mut header = Vec::with_capacity(HEADER_BYTES + 8);
     header.extend(SLOT_MAGIC);
     header.extend(VERSION.to_le_bytes());
+    header.extend(u16::from(contents.group).to_le_bytes());
     header.extend(contents.key.0.to_le_bytes());
     header.extend(contents.parent.0.to_le_bytes());
     contents.tokens.iter().for_each(|token| header.extend(token.to_le_bytes()));
@@ -326,6 +331,7 @@ fn parse_header(bytes: &[u8]) -> Option<(BlockContents, u128)> {
         return None;
     }
     let rest = header.strip_prefix(SLOT_MAGIC)?.strip_prefix(&VERSION.to_le_bytes())?;
+    let (group, rest) = rest.split_first_chunk::<2>()?;
     let (key, rest) = rest.split_first_chunk::<16>()?;
     let (parent, rest) = rest.split_first_chunk::<16>()?;
     let (tokens, digest) = rest.split_first_chunk::<{ 4 * BLOCK_TOKENS }>()?;
@@ -333,6 +339,7 @@ fn parse_header(bytes: &[u8]) -> Option<(BlockContents, u128)> {
         key: BlockHash(u128::from_le_bytes(*key)),
         parent: BlockHash(u128::from_le_bytes(*parent)),
         tokens: [0; BLOCK_TOKENS],
+        group: u8::try_from(u16::from_le_bytes(*group)).ok()?,
     };
     let (words, _) = tokens.as_chunks::<4>();
     for (token, word) in contents.tokens.iter_mut().zip(words) {
@@ -368,12 +375,12 @@ mod tests {
     const WEIGHTS: WeightFormat = WeightFormat::F32;
 
     fn open(path: &Path, size: u64) -> Result<DiskFile, DiskError> {
-        DiskFile::open(path, size, LAYOUT, WEIGHTS)
+        DiskFile::open(path, size, (LAYOUT, &KvGroups::default()), WEIGHTS)
     }
 
     fn contents(key: u128) -> BlockContents {
         let tokens = std::array::from_fn(|index| index as u32 * 3);
-        BlockContents { key: BlockHash(key), parent: BlockHash(key + 1), tokens }
+        BlockContents { key: BlockHash(key), parent: BlockHash(key + 1), tokens, group: 0 }
     }
 
     fn filled(file: &DiskFile, byte: u8) -> SlotBuffer {
@@ -396,8 +403,9 @@ mod tests {
         drop(file);
         let file = open(&path, SIZE).unwrap();
         let mut buffer = file.buffer().unwrap();
-        assert_eq!(file.key(last, &mut buffer).unwrap(), Some(BlockHash(7)));
-        assert_eq!(file.key(0, &mut buffer).unwrap(), None);
+        let block = RecoveredBlock { slot: last, key: BlockHash(7), group: 0 };
+        assert_eq!(file.block(last, &mut buffer).unwrap(), Some(block));
+        assert_eq!(file.block(0, &mut buffer).unwrap(), None);
         file.read(last, &contents(7), &mut buffer).unwrap();
         assert!(buffer.block().iter().all(|&byte| byte == 5));
         assert_eq!(buffer.block().len(), LAYOUT.block_bytes());
@@ -454,7 +462,8 @@ mod tests {
     fn blocks_of_whole_pages_are_read_without_a_buffer_and_checked() {
         let folder = folder();
         let path = folder.path().join("kv");
-        let file = DiskFile::open(&path, 8 << 20, WRITER_LAYOUT, WEIGHTS).unwrap();
+        let file =
+            DiskFile::open(&path, 8 << 20, (WRITER_LAYOUT, &KvGroups::default()), WEIGHTS).unwrap();
         file.write(2, &contents(7), &mut filled(&file, 5)).unwrap();
         let arena = KvArena::host(WRITER_LAYOUT, 3).unwrap();
         let mut block = arena.write(BlockId(1)).unwrap();
@@ -486,7 +495,8 @@ mod tests {
         let mut buffer = file.buffer().unwrap();
         let other_tokens = BlockContents { tokens: [9; BLOCK_TOKENS], ..contents(7) };
         let other_parent = BlockContents { parent: BlockHash(99), ..contents(7) };
-        for other in [contents(8), other_tokens, other_parent] {
+        let other_group = BlockContents { group: 1, ..contents(7) };
+        for other in [contents(8), other_tokens, other_parent, other_group] {
             let error = file.read(0, &other, &mut buffer).unwrap_err();
             assert!(matches!(error, SlotError::OtherBlock), "{error}");
         }
@@ -496,16 +506,25 @@ mod tests {
     fn unusable_file_is_rejected_with_the_reason_and_stays_as_it_was() {
         let folder = folder();
         let path = folder.path().join("kv");
-        let reason =
-            |size, layout| DiskFile::open(&path, size, layout, WEIGHTS).unwrap_err().to_string();
+        let reason = |size, layout| {
+            DiskFile::open(&path, size, (layout, &KvGroups::default()), WEIGHTS)
+                .unwrap_err()
+                .to_string()
+        };
         assert_eq!(reason(5000, LAYOUT), "5000 bytes hold no block; expected at least 16384");
         let file = open(&path, SIZE).unwrap();
         assert_eq!(reason(SIZE, LAYOUT), "another node uses it; expected a file for each node");
         drop(file);
-        let q8 = DiskFile::open(&path, SIZE, LAYOUT, WeightFormat::Q8).unwrap_err().to_string();
+        let q8 = DiskFile::open(&path, SIZE, (LAYOUT, &KvGroups::default()), WeightFormat::Q8)
+            .unwrap_err()
+            .to_string();
         assert!(q8.ends_with(", weights q8"), "{q8}");
         let bf16 = reason(SIZE, KvLayout { format: KvFormat::Bf16, ..LAYOUT });
         assert!(bf16.ends_with(", dtype bf16, weights f32"), "{bf16}");
+        let windows = KvGroups::of_windows(&[std::num::NonZeroUsize::new(128), None]);
+        let grouped = DiskFile::open(&path, SIZE, (LAYOUT, &windows), WEIGHTS);
+        let error = grouped.unwrap_err().to_string();
+        assert!(error.contains("windows=all,128 groups=10, dtype f32"), "{error}");
         let other = KvLayout { layer_count: 4, ..LAYOUT };
         let error = reason(SIZE, other);
         assert!(error.starts_with("it holds KV blocks of format 1, layout "), "{error}");
@@ -544,7 +563,13 @@ mod tests {
     #[ignore = "the process that killed_writer_leaves_no_wrong_byte starts"]
     fn writer_process() {
         let path = std::env::var_os(WRITER).expect("the path of the file");
-        let file = DiskFile::open(Path::new(&path), 4 * SIZE, WRITER_LAYOUT, WEIGHTS).unwrap();
+        let file = DiskFile::open(
+            Path::new(&path),
+            4 * SIZE,
+            (WRITER_LAYOUT, &KvGroups::default()),
+            WEIGHTS,
+        )
+        .unwrap();
         let mut buffer = file.buffer().unwrap();
         let mut key = u128::from(std::process::id()) << 64;
         loop {
@@ -580,10 +605,13 @@ mod tests {
             std::thread::sleep(std::time::Duration::from_micros(micros));
             writer.kill().unwrap();
             writer.wait().unwrap();
-            let file = DiskFile::open(&path, 4 * SIZE, WRITER_LAYOUT, WEIGHTS).unwrap();
+            let file =
+                DiskFile::open(&path, 4 * SIZE, (WRITER_LAYOUT, &KvGroups::default()), WEIGHTS)
+                    .unwrap();
             let mut buffer = file.buffer().unwrap();
             for slot in 0..file.slot_count() {
-                let Some(key) = file.key(slot, &mut buffer).unwrap() else { continue };
+                let Some(block) = file.block(slot, &mut buffer).unwrap() else { continue };
+                let key = block.key;
                 match file.read(slot, &contents(key.0), &mut buffer) {
                     Ok(()) => {
                         let mut expected = vec![0; buffer.block().len()];

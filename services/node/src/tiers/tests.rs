@@ -4,10 +4,10 @@ use std::{fs::OpenOptions, os::unix::fs::FileExt};
 
 use config::LoadInput;
 use engine::{
-    event::SequenceId,
+    event::{BlockHash, SequenceId},
     tiers::{BlockContents, LoadBlock, SaveSource},
 };
-use kernels::{BLOCK_TOKENS, BlockId, KvFormat, KvLayout};
+use kernels::{BLOCK_TOKENS, BlockId, KvFormat, KvGroups, KvLayout};
 
 use super::*;
 
@@ -34,12 +34,13 @@ fn config(path: &std::path::Path) -> Config {
 }
 
 fn start(path: &std::path::Path, arena: &Arc<KvArena>) -> (TierCopies, Receiver<TierEvent>) {
-    let tiers = OpenTiers::open(&config(path), arena, 1).expect("the file can be used");
+    let tiers =
+        OpenTiers::open(&config(path), arena, &KvGroups::default()).expect("the file can be used");
     TierCopies::start(tiers, arena, CollectWaker::default()).expect("the threads can start")
 }
 
 /// Returns the blocks that the tier has from an earlier start.
-fn recovered(events: &Receiver<TierEvent>) -> Vec<(SlotIndex, BlockHash)> {
+fn recovered(events: &Receiver<TierEvent>) -> Vec<RecoveredBlock> {
     let mut found = Vec::new();
     loop {
         match events.recv_timeout(WITHIN).unwrap() {
@@ -57,16 +58,16 @@ fn recovered(events: &Receiver<TierEvent>) -> Vec<(SlotIndex, BlockHash)> {
 #[test]
 fn headers_that_cannot_be_read_do_not_hide_the_blocks_of_other_slots() {
     let read = |slots: Range<SlotIndex>, is_bad: fn(SlotIndex) -> bool| {
-        let key = |slot: SlotIndex| match is_bad(slot) {
+        let block = |slot: SlotIndex| match is_bad(slot) {
             true => Err(io::Error::other(format!("slot {slot}"))),
-            false => Ok(slot.is_multiple_of(2).then_some(BlockHash(slot.into()))),
+            false => Ok(slot.is_multiple_of(2).then(|| stored(slot, slot.into()))),
         };
         let mut all: Vec<SlotIndex> = Vec::new();
-        let found = |blocks: Vec<(SlotIndex, BlockHash)>| {
-            all.extend(blocks.iter().map(|(slot, _)| *slot));
+        let found = |blocks: Vec<RecoveredBlock>| {
+            all.extend(blocks.iter().map(|block| block.slot));
             true
         };
-        let result = read_headers(slots, &AtomicBool::new(false), key, found);
+        let result = read_headers(slots, &AtomicBool::new(false), block, found);
         (all, result.err().map(|error| error.to_string()))
     };
     assert_eq!(read(0..7, |_| false), (vec![0, 2, 4, 6], None));
@@ -79,9 +80,15 @@ fn headers_that_cannot_be_read_do_not_hide_the_blocks_of_other_slots() {
     assert_eq!((slots.len(), error), (RECOVERED_MAX, Some("slot 0".to_owned())));
 }
 
+/// Returns the block with this key, as the tests save it: odd keys are those of the second group.
+fn stored(slot: SlotIndex, key: u128) -> RecoveredBlock {
+    RecoveredBlock { slot, key: BlockHash(key), group: (key % 2) as u8 }
+}
+
 fn contents(key: u128) -> BlockContents {
-    let (key, parent) = (BlockHash(key), BlockHash(key + 100));
-    BlockContents { key, parent, tokens: [key.0 as u32; BLOCK_TOKENS] }
+    let RecoveredBlock { key, group, .. } = stored(0, key);
+    let (parent, tokens) = (BlockHash(key.0 + 100), [key.0 as u32; BLOCK_TOKENS]);
+    BlockContents { key, parent, tokens, group }
 }
 
 fn save(job: u64, key: u128, block: u32) -> SaveJob {
@@ -127,8 +134,8 @@ fn save_and_load(arena: &Arc<KvArena>) {
     drop(copies);
     let (copies, events) = start(&path, arena);
     let mut found = recovered(&events);
-    found.sort_unstable();
-    assert_eq!(found, [10, 11, 12].map(|key| (key as u32 - 10, BlockHash(key))));
+    found.sort_unstable_by_key(|block| block.slot);
+    assert_eq!(found, [10, 11, 12].map(|key| stored(key as u32 - 10, key)));
     assert_eq!(copies.load(load(9, &[(0, 10), (1, 11), (2, 12)])), None);
     let TierEvent::Loaded { job: JobId(9), intact: 3, .. } = events.recv_timeout(WITHIN).unwrap()
     else {
@@ -179,7 +186,7 @@ fn block_that_a_load_found_damaged_is_not_found_after_a_restart() {
     assert!(matches!(event, TierEvent::Loaded { intact: 0, .. }), "{event:?}");
     drop(copies);
     let (_copies, events) = start(&path, &arena);
-    assert_eq!(recovered(&events), [(1, BlockHash(11))]);
+    assert_eq!(recovered(&events), [stored(1, 11)]);
 }
 
 #[test]
@@ -193,7 +200,7 @@ fn disk_that_becomes_read_only_fails_saves_and_serves_loads() {
     drop(copies);
     let started = start_with(&path, &arena, |disk| disk.read_only(&path));
     let (copies, events) = started.expect("the threads can start");
-    assert_eq!(recovered(&events), [(0, BlockHash(10))]);
+    assert_eq!(recovered(&events), [stored(0, 10)]);
     assert_eq!(copies.save(save(1, 11, 1)), None);
     let mut taken: Vec<_> = (0..2).map(|_| events.recv_timeout(WITHIN).unwrap()).collect();
     taken.sort_by_key(|event| matches!(event, TierEvent::SaveFailed { .. }));
@@ -304,7 +311,8 @@ fn start_with(
     arena: &Arc<KvArena>,
     change: impl FnOnce(DiskFile) -> DiskFile,
 ) -> Option<(TierCopies, Receiver<TierEvent>)> {
-    let mut tiers = OpenTiers::open(&config(path), arena, 1).expect("the file can be used");
+    let mut tiers =
+        OpenTiers::open(&config(path), arena, &KvGroups::default()).expect("the file can be used");
     tiers.disk = tiers.disk.map(change);
     TierCopies::start(tiers, arena, CollectWaker::default())
 }
@@ -325,12 +333,14 @@ fn unusable_file_leaves_the_node_without_the_tier() {
     let folder = tempfile::tempdir().unwrap();
     let arena = arena();
     let missing = folder.path().join("none/kv");
-    assert!(OpenTiers::open(&config(&missing), &arena, 1).is_none());
-    assert!(OpenTiers::open(&Config::default(), &arena, 1).is_none());
+    assert!(OpenTiers::open(&config(&missing), &arena, &KvGroups::default()).is_none());
+    assert!(OpenTiers::open(&Config::default(), &arena, &KvGroups::default()).is_none());
     let usable = config(&folder.path().join("kv"));
-    assert!(OpenTiers::open(&usable, &arena, 2).is_none(), "tiers keep one KV group");
-    assert!(OpenTiers::open(&usable, &arena, 1).is_some());
+    assert!(OpenTiers::open(&usable, &arena, &KvGroups::default()).is_some());
     let mut on_host = Config::default();
     on_host.tier.host_memory = config::ByteSize::mib(1);
-    assert!(OpenTiers::open(&on_host, &arena, 1).is_none(), "the arena is in host memory");
+    assert!(
+        OpenTiers::open(&on_host, &arena, &KvGroups::default()).is_none(),
+        "the arena is in host memory"
+    );
 }

@@ -1,6 +1,6 @@
 //! Copies between a process and its KV tiers, and the blocks on the disk that outlive the process.
 
-use engine::tiers::{Tier, TierEvent};
+use engine::tiers::{RecoveredBlock, Tier, TierEvent};
 
 use super::Process;
 use crate::tiers::{Disk, TierCopies};
@@ -14,8 +14,11 @@ impl Process {
     /// Finds the blocks that an earlier process has left on the disk of the KV tier.
     pub(crate) fn recover_disk(&mut self, disk: Disk) {
         let Some(tiers) = &mut self.tiers else { return };
-        let blocks: Vec<_> =
-            disk.iter().map(|(&slot, (contents, _))| (slot, contents.key)).collect();
+        let blocks = disk.iter().map(|(&slot, (contents, _))| {
+            let (key, group) = (contents.key, contents.group);
+            RecoveredBlock { slot, key, group }
+        });
+        let blocks: Vec<_> = blocks.collect();
         self.coverage.add("blocks recovered", blocks.len() as u64);
         tiers.put_disk(disk);
         let tier = Tier::Disk;

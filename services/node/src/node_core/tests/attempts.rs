@@ -118,17 +118,15 @@ fn load_from_a_tier_is_a_stage_of_its_attempt() {
     stages(&mut scene);
     let load = |job| Action::Load(LoadJob { job: JobId(job), id: ID, blocks: Vec::new() });
     // The sequence leaves the first load at a change of weights.
-    scene.act(load(4));
-    assert_eq!(stages(&mut scene), [StageChange::Began(AttemptStage::Load)]);
-    scene.act(load(5));
-    scene.attempts.loaded(JobId(3), 9);
-    scene.attempts.loaded(JobId(4), 9);
-    assert_eq!(stages(&mut scene), []);
-    scene.attempts.loaded(JobId(5), 2);
-    let attributes = StageAttributes { loaded_tokens: Some(32), ..StageAttributes::default() };
-    assert_eq!(stages(&mut scene), [StageChange::Ended { stage: AttemptStage::Load, attributes }]);
-    scene.attempts.loaded(JobId(5), 2);
-    assert_eq!(stages(&mut scene), []);
+    for (job, tokens) in [(4, 0), (5, 32)] {
+        scene.act(load(job));
+        assert_eq!(stages(&mut scene), [StageChange::Began(AttemptStage::Load)]);
+        scene.act(Action::Loaded { id: ID, tokens });
+        let loaded_tokens = Some(tokens);
+        let attributes = StageAttributes { loaded_tokens, ..StageAttributes::default() };
+        let stage = AttemptStage::Load;
+        assert_eq!(stages(&mut scene), [StageChange::Ended { stage, attributes }]);
+    }
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use engine::{
     event::BlockHash,
-    tiers::{SaveJob, Tier, TierAdmission, TierConfig, TierEvent, TierStats},
+    tiers::{RecoveredBlock, SaveJob, Tier, TierAdmission, TierConfig, TierEvent, TierStats},
 };
 
 use super::*;
@@ -109,7 +109,11 @@ fn observers_learn_which_tier_stores_and_which_has_lost_a_block() {
     assert_eq!(tier_changes(node.outputs()), []);
     // One slot in host memory, and a block that the disk has since an earlier start.
     let grown = TierEvent::Grown { tier: Tier::Host, slots: 1 };
-    let blocks = vec![(7, BlockHash(5))];
+    let blocks = [0, 1].map(|group| {
+        let key = BlockHash(5 + u128::from(group));
+        RecoveredBlock { slot: 7 + u32::from(group), key, group }
+    });
+    let blocks = blocks.to_vec();
     let recovered = TierEvent::Recovered { tier: Tier::Disk, blocks, is_complete: true };
     for event in [grown, recovered] {
         node.core.handle_tier_event(event, node.now);

@@ -133,7 +133,7 @@ impl TransferInFlight<CopiedBlocks> for Copied {
 
 fn contents(key: u32) -> BlockContents {
     let (key, parent) = (BlockHash(key.into()), BlockHash(u128::from(key) + 1000));
-    BlockContents { key, parent, tokens: [key.0 as u32; BLOCK_TOKENS] }
+    BlockContents { key, parent, tokens: [key.0 as u32; BLOCK_TOKENS], group: 0 }
 }
 
 fn kv(block: u32) -> Vec<u8> {
