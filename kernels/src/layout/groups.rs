@@ -166,9 +166,11 @@ impl KvGroups {
     }
 
     /// Returns the description that nodes compare during the handshake: the block layout and,
-    /// unless all layers keep the KV of all tokens, the groups' windows and layers.
+    /// unless all layers keep the KV of all tokens, the groups' windows and layers, and the blocks
+    /// that a prefill node [sends](Self::sent).
     pub fn describe(&self, whole: KvLayout) -> String {
-        format!("{}{self}", self.block_layout(whole))
+        let sent = if self.has_windows() { " sent=equal-prompt" } else { "" };
+        format!("{}{self}{sent}", self.block_layout(whole))
     }
 }
 
@@ -226,12 +228,12 @@ mod tests {
     #[test]
     fn groups_are_described_with_windows_and_layers() {
         let same = KvGroups::of_windows(&windows(&[4096; 24]));
-        assert_eq!(same.describe(WHOLE), format!("{WHOLE} window=4096"));
+        assert_eq!(same.describe(WHOLE), format!("{WHOLE} window=4096 sent=equal-prompt"));
         let alternating = KvGroups::of_windows(&windows(&[128, 0].repeat(12)));
         assert_eq!(
             alternating.describe(WHOLE),
             "layers=12 halves=kv heads=8 tokens=16 dim=64 windows=all,128 \
-             groups=101010101010101010101010"
+             groups=101010101010101010101010 sent=equal-prompt"
         );
         let five_to_one = KvGroups::of_windows(&windows(&[9, 9, 9, 9, 9, 0].repeat(4)));
         assert_eq!(five_to_one.count(), 6);

@@ -85,11 +85,12 @@ pub enum Input {
     Abort {
         id: SequenceId,
     },
-    /// `Send`: the receiver's reservation arrived; the receiver has the blocks before number
-    /// `first_block`. Blocks have the numbers of [`Action::Reserve`].
+    /// `Send`: the receiver's reservation of `block_count` blocks arrived; the receiver has the
+    /// blocks before number `first_block`. Blocks have the numbers of [`Action::Reserve`].
     TransferReady {
         id: SequenceId,
         first_block: u32,
+        block_count: u32,
     },
     /// `Receive`: every reserved block is written; `token` has index `first_index`.
     KvArrived {

@@ -165,8 +165,8 @@ impl Scheduler {
                 self.remove(id);
                 self.abort_transfer(id, "the request was cancelled", actions);
             }
-            Input::TransferReady { id, first_block } => {
-                self.transfer_ready(id, first_block, actions)
+            Input::TransferReady { id, first_block, block_count } => {
+                self.transfer_ready(id, first_block, block_count, actions)
             }
             Input::KvArrived { id, first_index, token } => {
                 self.kv_arrived(id, first_index, token, actions)

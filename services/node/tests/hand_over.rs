@@ -87,7 +87,7 @@ async fn windowed_model_is_handed_over_as_on_one_node() {
     let identity = d.node.record().identity.clone();
     assert_eq!(
         identity.kv_layout,
-        "layers=2 halves=kv heads=2 tokens=16 dim=16 windows=all,40 groups=1010"
+        "layers=2 halves=kv heads=2 tokens=16 dim=16 windows=all,40 groups=1010 sent=equal-prompt"
     );
     let block_bytes = 2 * 2 * 2 * 16 * 16 * 4;
     for (seed, length) in [17, 40, 64, 130, 500].into_iter().enumerate() {

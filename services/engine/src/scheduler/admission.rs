@@ -124,6 +124,7 @@ impl Scheduler {
         &mut self,
         id: SequenceId,
         first_block: u32,
+        block_count: u32,
         actions: &mut Vec<Action>,
     ) {
         let Some(sequence) = self.sequences.get(id) else { return };
@@ -131,7 +132,8 @@ impl Scheduler {
             return;
         }
         let len = sequence.tokens.len();
-        if first_block as usize >= self.kv.groups.sent(len, 0..len.div_ceil(BLOCK_TOKENS)).count() {
+        let sent = self.kv.groups.sent(len, 0..len.div_ceil(BLOCK_TOKENS)).count() as u32;
+        if block_count == 0 || first_block.checked_add(block_count) != Some(sent) {
             return self.fail(id, SequenceFailure::TransferFailed, actions);
         }
         // Reject the sender now: the change of the weights would fail it, and its receiver would

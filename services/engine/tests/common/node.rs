@@ -214,7 +214,8 @@ impl Node {
         {
             let wanted_from = wanted_from % blocks;
             *first_block = Some(wanted_from);
-            self.input(Input::TransferReady { id, first_block: wanted_from });
+            let block_count = blocks - wanted_from;
+            self.input(Input::TransferReady { id, first_block: wanted_from, block_count });
         }
     }
 

@@ -220,8 +220,8 @@ impl<E: Executor> Pair<E> {
             return false;
         };
         wire.ready_told = true;
-        let first_block = wire.first_block;
-        self.tell_prefill(Input::TransferReady { id, first_block });
+        let (first_block, block_count) = (wire.first_block, wire.targets.len() as u32);
+        self.tell_prefill(Input::TransferReady { id, first_block, block_count });
         true
     }
 

@@ -462,7 +462,7 @@ fn inputs_about_unknown_sequences_change_nothing() {
     let token = kernels::sampling::SampledToken { id: 0, logprobs: None, pooled: None };
     let overtaken = [
         Input::Abort { id },
-        Input::TransferReady { id, first_block: 0 },
+        Input::TransferReady { id, first_block: 0, block_count: 1 },
         Input::KvArrived { id, first_index: 0, token },
         Input::TransferEnded { id },
     ];

@@ -213,20 +213,23 @@ fn a_send_with_a_grammar_waits_until_its_receiver_has_compiled_the_grammar() {
 #[test]
 fn an_invalid_reservation_fails_the_send() {
     let now = Instant::now();
-    let mut scheduler = scheduler(unbounded_waits(limits(4, 64, 6, 2)));
-    actions(&mut scheduler, now, Input::Arrived(new(1, SEND, 40, 2)));
-    let ready = Input::TransferReady { id: SequenceId(1), first_block: 3 };
-    let actions = actions(&mut scheduler, now, ready);
-    assert!(
-        matches!(
-            actions.as_slice(),
-            [
-                Action::AbortTransfer { .. },
-                Action::Failed { failure: SequenceFailure::TransferFailed, .. }
-            ]
-        ),
-        "{actions:?}"
-    );
+    // The sender has three blocks.
+    for (first_block, block_count) in [(3, 0), (3, 1), (1, 1), (1, 3), (1, u32::MAX)] {
+        let mut scheduler = scheduler(unbounded_waits(limits(4, 64, 6, 2)));
+        actions(&mut scheduler, now, Input::Arrived(new(1, SEND, 40, 2)));
+        let ready = Input::TransferReady { id: SequenceId(1), first_block, block_count };
+        let actions = actions(&mut scheduler, now, ready);
+        assert!(
+            matches!(
+                actions.as_slice(),
+                [
+                    Action::AbortTransfer { .. },
+                    Action::Failed { failure: SequenceFailure::TransferFailed, .. }
+                ]
+            ),
+            "{actions:?}"
+        );
+    }
 }
 
 #[test]

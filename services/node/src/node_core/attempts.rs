@@ -474,7 +474,7 @@ impl Attempts {
     pub(super) fn on_transfer_event(&mut self, event: transfer::Event, now: Instant) {
         match event {
             // On P: the `RESERVE` has arrived, so the scheduler may run the sequence.
-            transfer::Event::Ready { transfer, first_block, block_count: _, traceparent } => {
+            transfer::Event::Ready { transfer, first_block, block_count, traceparent } => {
                 let id = SequenceId(transfer.0);
                 if let Some(record) = self.records.get_mut(&id) {
                     let call = record.call;
@@ -484,7 +484,7 @@ impl Attempts {
                     self.outputs.push_back(NodeOutput::Stage { call, change });
                     record.admit(now, &mut self.outputs);
                 }
-                self.inputs.push_back(Input::TransferReady { id, first_block });
+                self.inputs.push_back(Input::TransferReady { id, first_block, block_count });
             }
             // On D: every block and `DONE` have arrived, and the blocks become visible.
             transfer::Event::Arrived { transfer, first_index, token, stats } => {

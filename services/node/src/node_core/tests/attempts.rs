@@ -21,7 +21,8 @@ fn prefill_sends_token_0_and_ends_with_delivered() {
         block_count: 3,
         traceparent: String::new(),
     });
-    assert_eq!(scene.input(), Input::TransferReady { id: ID, first_block: 2 });
+    let ready = Input::TransferReady { id: ID, first_block: 2, block_count: 3 };
+    assert_eq!(scene.input(), ready);
 
     scene.act(Action::KvWritten { id: ID, first_block: 2, blocks: vec![BlockId(7)] });
     assert!(matches!(scene.command(), transfer::Command::Written { first_block: 2, .. }));
