@@ -7,14 +7,14 @@ use kernels::{BLOCK_TOKENS, BlockId};
 
 use super::{
     BlockContents, JobId, SlotIndex, TIERS, Tier, TierStores,
-    rates::{choose, measure, pays_off, probe},
+    rates::{choose, load_time, measure, probe},
 };
 use crate::event::{BlockHash, SequenceId};
 
 /// Maximum number of loads in flight. Further sequences compute their KV.
 pub const LOADS_MAX: usize = 64;
-/// Maximum number of ends of a load that are compared if KV groups have windows: those of the last
-/// turns of a conversation.
+/// Maximum number of ends of a load that are compared if KV groups have windows, because each
+/// comparison looks up all blocks of the load's windows.
 const ENDS_MAX: usize = 16;
 /// A load is late once it has taken twice its predicted time, plus this part (1/n) of the time-out
 /// of loads.
@@ -118,8 +118,9 @@ impl TierStores {
         ChosenLoad { count: slots.len(), slots }
     }
 
-    /// Chooses the longest load that pays off and whose windows are all in the tiers. `whole`: slots
-    /// of the groups without a window.
+    /// Chooses the longest load that saves time and whose windows are all in the tiers, among the
+    /// last [`ENDS_MAX`] such ends. If a load would take too long, the next end is as much earlier.
+    /// `whole`: slots of the groups without a window.
     fn choose_window(
         &mut self,
         hashes: &[BlockHash],
@@ -142,8 +143,10 @@ impl TierStores {
             match self.slots_before(hashes, resident, count, (&whole, late)) {
                 Err(missing) => count = missing,
                 Ok(slots) => {
-                    let run = (&*tiers_of(&slots), count);
-                    if pays_off(run, &self.rates, &self.prefill, most) {
+                    let load = load_time(&tiers_of(&slots), &self.rates);
+                    // Before the first prefill, assume that every load saves time.
+                    let compute = self.prefill.time(count);
+                    if load <= most && compute.is_none_or(|compute| load < compute) {
                         self.count_refused(&longest.slots[slots.len().min(longest.slots.len())..]);
                         return ChosenLoad { count, slots };
                     }
@@ -151,7 +154,9 @@ impl TierStores {
                         longest = ChosenLoad { count, slots };
                     }
                     refused += 1;
-                    count -= 1;
+                    let part = |load| (count as u128 * most.as_nanos() / load) as usize;
+                    let in_time = if load > most { part(load.as_nanos()) } else { count };
+                    count = in_time.min(count - 1);
                 }
             }
         }
@@ -177,8 +182,8 @@ impl TierStores {
         let without = self.groups_without_window();
         let windowed = without..self.groups.count();
         let needed = |group| self.groups.first_needed(group, (resident + count) * BLOCK_TOKENS);
-        // The first of them has the largest window. Its first block is looked up first: without this
-        // block no load ends within the window.
+        // The first group with a window has the largest one. The first block of this window is
+        // looked up first: without it no load ends within the window.
         let first = needed(windowed.start).saturating_sub(resident);
         let mut windows = Vec::new();
         for (index, hash) in hashes.iter().enumerate().take(count).skip(first) {
@@ -343,11 +348,11 @@ mod tests {
     /// Returns tiers whose disk has these ranges of blocks of each group. A block takes 20 ms.
     fn stored(windows: &[usize], blocks: &[&[(usize, usize)]]) -> TierStores {
         let windows: Vec<_> = windows.iter().map(|&window| NonZeroUsize::new(window)).collect();
-        let mut tiers = with_groups(200, KvGroups::of_windows(&windows));
+        let mut tiers = with_groups(10_000, KvGroups::of_windows(&windows));
         assert_eq!(tiers.groups.count(), blocks.len());
         let keys = blocks.iter().enumerate().flat_map(|(group, ranges)| {
             let indices = ranges.iter().flat_map(|&(begin, end)| begin..end);
-            indices.map(move |index| (hashes(100)[index].of_group(group), group as u8))
+            indices.map(move |index| (BlockHash(index as u128 + 1).of_group(group), group as u8))
         });
         let block = |((key, group), slot)| RecoveredBlock { slot, key, group };
         let blocks: Vec<_> = keys.zip(0..).map(block).collect();
@@ -403,6 +408,15 @@ mod tests {
         assert_eq!(choice(&mut tiers, 30, 0), (10, 10 + 3));
         tiers.rates[Tier::Disk.index()].pending = 15;
         assert_eq!(choice(&mut tiers, 30, 0), (0, 0));
+    }
+
+    #[test]
+    fn load_of_a_long_prompt_ends_where_it_takes_the_longest_time() {
+        let mut tiers = stored(&WINDOWS, &[&[(0, 3000)], &[(0, 3000)]]);
+        // 2,400 blocks.
+        tiers.config.load_timeout = 2 * Duration::from_secs(48);
+        let load = tiers.choose_load(&hashes(3100), 0, Duration::MAX);
+        assert_eq!((load.count, load.slots.len()), (2397, 2400));
     }
 
     #[test]

@@ -116,22 +116,14 @@ pub(super) fn probe(now: Instant, run: &[usize], rates: &[LoadRate]) -> usize {
     if probes { run.len().min(PROBE_BLOCKS) } else { 0 }
 }
 
-/// Returns whether a load of all blocks of `run` ends within `most` and saves time. It gives a
-/// sequence `covered` blocks of each KV group.
-pub(super) fn pays_off(
-    (run, covered): (&[usize], usize),
-    rates: &[LoadRate],
-    prefill: &PrefillRate,
-    most: Duration,
-) -> bool {
+/// Returns the predicted time to load all blocks of `run`.
+pub(super) fn load_time(run: &[usize], rates: &[LoadRate]) -> Duration {
     let count = |tier| run.iter().filter(|of| **of == tier).count() as u32;
     let time = |(tier, rate): (usize, &LoadRate)| match count(tier) {
         0 => Duration::ZERO,
         blocks => rate.time(blocks),
     };
-    let load = rates.iter().enumerate().map(time).max().unwrap_or_default();
-    // Before the first prefill, assume that every load saves time.
-    load <= most && prefill.time(covered).is_none_or(|compute| load < compute)
+    rates.iter().enumerate().map(time).max().unwrap_or_default()
 }
 
 /// Adds a load of `read` blocks from each tier, fastest tier first, which took `took`. The tiers
