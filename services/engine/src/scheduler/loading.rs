@@ -159,13 +159,16 @@ impl Scheduler {
         }
         let reserved = self.kv.reserve(rest, id).expect("availability was checked");
         let (chain, tokens) = (&sequence.chain, &sequence.tokens);
-        // A load that only measures its tier reads the first of these entries.
-        let entries = groups.needed(end * BLOCK_TOKENS, resident..end).take(slots.len());
-        let targets = entries.map(|entry| {
+        let entries = groups.needed(end * BLOCK_TOKENS, resident..end);
+        let target = |entry| {
             let (index, group) = groups.place(entry);
             (chain.contents(tokens, index).of_group(group), reserved[entry - held])
-        });
-        let targets: Vec<_> = targets.collect();
+        };
+        let mut targets: Vec<_> = entries.map(target).collect();
+        // A load that only measures its tier reads the first of these blocks, and the sequence takes
+        // none of them.
+        let count = if slots.len() < targets.len() { 0 } else { count };
+        targets.truncate(slots.len());
         let load = tiers.start_load(id, slots, targets, reserved);
         self.sequences.set_phase(id, SequencePhase::Loading { prefix, count, job: load.job });
         self.sequences.set_alarm(id, tiers.load_deadline(most));
