@@ -152,7 +152,13 @@ impl Scheduler {
             // The other blocks are counted when they are computed.
             sequence.counted_blocks = end;
             sequence.continues = end > 0;
-            tiers.prefix_admitted(&sequence.chain.hashes()[..end], resident);
+            let keys = &sequence.chain.hashes()[..end];
+            tiers.prefix_admitted(keys, resident);
+            // The window of an equal prompt is counted at the first token.
+            if end != hit_blocks(sequence.given_len) {
+                tiers.window_written(keys, 0, false);
+                sequence.window_end = end;
+            }
         }
         if count == 0 {
             return Some(prefix);
@@ -254,10 +260,8 @@ impl Scheduler {
             SequencePhase::Ready(table) => table.computed / BLOCK_TOKENS,
             _ => 0,
         };
-        // The blocks before these were offered with the prompt.
-        let counted = hit_blocks(self.sequences[id].prompt_len);
-        if published > counted {
-            self.window_written(id, published, counted);
+        if published > self.sequences[id].window_end {
+            self.window_written(id, published);
         }
         let (Some(sessions), Some(tiers)) = (&mut self.sessions, &self.tiers) else { return };
         let sequence = self.sequences.known_mut(id);
@@ -287,18 +291,21 @@ impl Scheduler {
     }
 
     /// Lets the tiers offer the window before the end of a prompt whose KV is written. Call it at
-    /// the sequence's first token: later, blocks behind the window of the answer are evicted.
+    /// the sequence's first token: later, blocks behind the window of the answer are evicted. So a
+    /// sequence with output that is recomputed with new weights offers the window of its answer
+    /// only.
     pub(super) fn prompt_written(&mut self, id: SequenceId) {
-        self.window_written(id, hit_blocks(self.sequences[id].prompt_len), 0);
+        self.window_written(id, hit_blocks(self.sequences[id].given_len));
     }
 
     /// Lets the tiers offer the window before the end of the sequence's first `blocks` blocks of
-    /// each group. The occurrence of the first `counted` of them in the sequence is counted.
-    fn window_written(&mut self, id: SequenceId, blocks: usize, counted: usize) {
-        let sequence = &self.sequences[id];
+    /// each group.
+    fn window_written(&mut self, id: SequenceId, blocks: usize) {
+        let sequence = self.sequences.known_mut(id);
         if let Some(tiers) = self.tiers.as_mut().filter(|_| sequence.is_published()) {
             let keys = &sequence.chain.hashes()[..blocks];
-            tiers.window_written(keys, counted, sequence.continues);
+            tiers.window_written(keys, sequence.window_end, sequence.continues);
+            sequence.window_end = blocks;
         }
     }
 

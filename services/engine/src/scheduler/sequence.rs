@@ -57,6 +57,9 @@ pub(super) struct Sequence {
     pub(super) adapter: Option<Arc<LoadedAdapter>>,
     /// Number of leading full blocks that the KV tiers count or have counted for this sequence.
     pub(super) counted_blocks: usize,
+    /// Number of leading full blocks before the end of the last window that the KV tiers count or
+    /// have counted for this sequence. Of a later window, they have counted the blocks before it.
+    pub(super) window_end: usize,
     pub(super) sampling: Sampling,
     /// With [`Sampling::prompt_logprobs`]: those computed so far, of the prompt tokens from the
     /// second on.
@@ -193,6 +196,7 @@ impl Sequence {
             chain,
             adapter: new.adapter,
             counted_blocks: 0,
+            window_end: 0,
             has_old_kv: false,
             continues: false,
             cached_tokens: None,

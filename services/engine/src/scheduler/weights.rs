@@ -80,6 +80,7 @@ impl Scheduler {
             sequence.prompt_logprobs.clear();
             // The blocks of the new keys have not occurred in this request.
             sequence.counted_blocks = 0;
+            sequence.window_end = 0;
             sequence.continues = false;
         }
         // Transfers that are being aborted still hold blocks. Their keys are those of the old

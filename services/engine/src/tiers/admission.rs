@@ -100,8 +100,9 @@ impl TierStores {
         }
     }
 
-    /// Marks a group's blocks `indices` of `hashes` as used. Each is overwritten just before the
-    /// block before it. The first of `hashes` becomes the most recently used block.
+    /// Marks a group's blocks `indices` of `hashes` as used: each is overwritten just before the
+    /// block before it. If `indices` begin with 0, the first block becomes the most recently used
+    /// one.
     fn mark_used(&mut self, hashes: &[BlockHash], indices: Range<usize>, group: usize) {
         let before = indices.start.checked_sub(1).map(|index| hashes[index].of_group(group));
         let mut slots = self.tiers.each_ref().map(|tier| tier.as_ref()?.store.slot(before?));
@@ -121,7 +122,8 @@ impl TierStores {
         }
     }
 
-    /// Records that a request has written the last of the blocks `hashes` of a sequence.
+    /// Records that a request has written the last of the blocks `hashes` of a sequence, or begins
+    /// after it.
     /// [`count_written`](Self::count_written) offers the window before their end later, in the
     /// groups that are not saved whole. The occurrence of the first `counted` blocks in the request
     /// is counted. `continues`: the prompt of the request began with a hit.
