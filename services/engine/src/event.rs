@@ -150,8 +150,8 @@ pub enum Action {
     CancelSaves { last: JobId },
     /// Blocks are to be copied from KV tiers. [`TierEvent::Loaded`] follows.
     Load(LoadJob),
-    /// The sequence no longer waits for its last load, which gave it the KV of `tokens` tokens: 0 if
-    /// it left the load, or if the load only measured its tier.
+    /// The sequence no longer waits for its last load. `tokens`: tokens whose KV the sequence took;
+    /// 0 if it took none.
     Loaded { id: SequenceId, tokens: u32 },
 }
 

@@ -85,8 +85,9 @@ impl Scheduler {
             for index in written {
                 publish(&mut self.kv, &mut self.tiers, sequence, index, &blocks);
             }
-            // Steps in flight begin at this position or later. An equal prompt begins after its
-            // longest hit.
+            // Steps in flight begin at this position or later. The window before the longest hit of
+            // an equal prompt stays until it is offered to the tiers at the first token: released
+            // blocks may be evicted.
             let hit = match computed > sequence.given_len {
                 true => confirmed / BLOCK_TOKENS,
                 false => hit_blocks(computed),

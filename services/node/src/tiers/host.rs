@@ -462,7 +462,6 @@ impl Loader {
 
 /// Returns the digest of a block: over the digest of its KV and the inputs of its key.
 fn digest(contents: &BlockContents, kv: u64) -> u64 {
-    // The key tells the group.
     let BlockContents { key, parent, tokens, group: _ } = contents;
     let mut about = Vec::with_capacity(96);
     about.extend(key.0.to_le_bytes());
