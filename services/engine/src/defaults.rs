@@ -7,7 +7,7 @@
 use std::{fmt, time::Duration};
 
 use kernels::{BLOCK_TOKENS, KvFormat, Shard, WeightFormat, mxfp4};
-use model::Checkpoint;
+use model::{Checkpoint, Int4Sizes};
 use serde::Serialize;
 
 use crate::{ItlLimit, executor::StepTimes};
@@ -71,8 +71,7 @@ pub struct ModelSizes {
 }
 
 impl ModelSizes {
-    /// Returns the sizes of a rank's shard. If the checkpoint has experts in MXFP4, GPUs keep them
-    /// so. CPUs keep matrices in INT4, and convert all others to `weights`.
+    /// Returns the sizes of a rank's shard.
     pub fn of(
         checkpoint: &Checkpoint,
         shard: Shard,
@@ -96,30 +95,41 @@ impl ModelSizes {
         });
         let width = width + of_experts;
         let block_bytes = config.kv_layout_of(kv, shard).block_bytes();
-        // Embedding and head are not quantized to FP8.
-        let tables = if config.tied_output { 1 } else { 2 };
-        let tables_bytes = match weights {
-            WeightFormat::Fp8 => {
-                (tables * shard.tokens(config.vocab_size).len() * config.hidden_size) as u64
-            }
-            WeightFormat::F32 | WeightFormat::Bf16 | WeightFormat::Q8 => 0,
-        };
-        let mxfp4_elements = match is_gpu && config.has_mxfp4_experts() {
-            true => config.expert_parameter_count_of(shard),
-            false => 0,
-        };
-        let (int4_elements, int4_bytes) = match is_gpu {
-            true => (0, 0),
-            false => checkpoint.int4_sizes(shard),
-        };
-        let packed_elements = mxfp4_elements + int4_elements;
-        let other_bytes = weights.bytes(config.parameter_count_of(shard) - packed_elements);
         Self {
-            weights: other_bytes + mxfp4::bytes(mxfp4_elements) + int4_bytes + tables_bytes,
+            weights: weight_bytes(checkpoint, shard, weights, is_gpu),
             activations: (width * weights.dtype().bytes() + 4 * config.hidden_size) as u64,
             kv: (block_bytes / BLOCK_TOKENS) as u64,
         }
     }
+}
+
+/// Returns the bytes of a rank's shard of the weights. If the checkpoint has experts in MXFP4, GPUs
+/// keep them so. CPUs keep matrices in INT4, and convert all others to `weights`.
+pub fn weight_bytes(
+    checkpoint: &Checkpoint,
+    shard: Shard,
+    weights: WeightFormat,
+    is_gpu: bool,
+) -> u64 {
+    let config = checkpoint.config();
+    // Embedding and head are not quantized to FP8.
+    let tables = if config.tied_output { 1 } else { 2 };
+    let tables_bytes = match weights {
+        WeightFormat::Fp8 => {
+            (tables * shard.tokens(config.vocab_size).len() * config.hidden_size) as u64
+        }
+        WeightFormat::F32 | WeightFormat::Bf16 | WeightFormat::Q8 => 0,
+    };
+    let mxfp4_elements = match is_gpu && config.has_mxfp4_experts() {
+        true => config.expert_parameter_count_of(shard),
+        false => 0,
+    };
+    let Int4Sizes { packed_elements, packed_bytes, .. } = match is_gpu {
+        true => Int4Sizes::default(),
+        false => checkpoint.int4_sizes(shard),
+    };
+    let others = config.parameter_count_of(shard) - mxfp4_elements - packed_elements;
+    weights.bytes(others) + mxfp4::bytes(mxfp4_elements) + packed_bytes + tables_bytes
 }
 
 /// Properties of the node for which defaults are derived.

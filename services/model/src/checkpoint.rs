@@ -18,13 +18,13 @@ use std::{
 use kernels::Shard;
 use serde::{Deserialize, Serialize};
 
-pub use self::file::FileIdentity;
 use self::{
     dummy::{DummyWeights, RandomMxfp4},
     file::{TensorBytes, io_error},
     int4::Int4Tensors,
     stored::{StoredTensor, StoredWeights},
 };
+pub use self::{file::FileIdentity, int4::Int4Sizes};
 use crate::{
     config::{
         ModelConfig,
@@ -131,7 +131,7 @@ impl Checkpoint {
                 // As in transformers, an output in the files counts more than
                 // `tie_word_embeddings`.
                 config.tied_output &= weights.output_is_embedding(&config);
-                weights.read_scales(&config, quantization)?;
+                weights.read_quantization(&config, quantization)?;
                 weights.check_stacks(&config)?;
                 (config, Weights::Stored(weights))
             }
@@ -245,16 +245,27 @@ impl Checkpoint {
         }
     }
 
-    /// Returns the number of elements of a rank's part of the matrices in INT4, and their bytes on
-    /// CPUs, which keep them so.
-    pub fn int4_sizes(&self, shard: Shard) -> (u64, u64) {
+    /// Returns whether matrices are stored in INT4.
+    pub fn has_int4(&self) -> bool {
         match &self.weights {
-            Weights::Stored(stored) => stored.int4_sizes(&self.config, shard),
-            Weights::Dummy(_) => (0, 0),
+            Weights::Stored(stored) => !stored.column_groups.is_empty(),
+            Weights::Dummy(_) => false,
         }
     }
 
-    /// Returns a weight matrix, row by row in f32. Reads a matrix in INT4 to memory as stored.
+    /// Returns the sizes of a rank's part of the matrices in INT4 on CPUs.
+    ///
+    /// # Panics
+    /// When the model cannot be sharded over these ranks.
+    pub fn int4_sizes(&self, shard: Shard) -> Int4Sizes {
+        match &self.weights {
+            Weights::Stored(stored) => stored.int4_sizes(&self.config, shard),
+            Weights::Dummy(_) => Int4Sizes::default(),
+        }
+    }
+
+    /// Returns a weight matrix, of which a backend reads the rows. Reads a matrix in INT4 to memory
+    /// as a whole.
     ///
     /// # Panics
     /// When `weight` is a vector.
@@ -274,11 +285,8 @@ impl Checkpoint {
                     _ => MatrixData::Random(rows),
                 }
             }
-            Weights::Stored(_) => match self.int4(weight)? {
-                Some(tensors) => {
-                    let order = tensors.order;
-                    MatrixData::Int4 { matrix: Arc::new(tensors.read()), order }
-                }
+            Weights::Stored(stored) => match stored.int4_matrix(weight, &self.config)? {
+                Some((matrix, order)) => MatrixData::Int4 { matrix: Arc::new(matrix), order },
                 None => {
                     let StoredTensor { bytes, encoding, order, scales, .. } =
                         self.checked(weight)?;
@@ -346,8 +354,9 @@ impl Checkpoint {
         }
     }
 
-    /// Hashes whole matrices while they are packed, so that the fingerprint does not need to read
-    /// them again. Rows that are in the CPU's cache are hashed three times as fast.
+    /// Hashes whole matrices while they are packed, unless they are in INT4 or MXFP4, so that the
+    /// fingerprint does not need to read them again. Rows that are in the CPU's cache are hashed
+    /// three times as fast.
     #[must_use]
     pub fn hashing_packed(self) -> Self {
         Self { hashes_packed: true, ..self }

@@ -27,8 +27,11 @@ pub(crate) enum Encoding {
     Mxfp4,
     /// A power of two (e8m0): the scale of a group of [`MXFP4_GROUP`] numbers.
     F8E8m0,
-    /// Two numbers of 4 bits without a sign in a byte, the low half first.
+    /// Two numbers of 4 bits without a sign in a byte, the low half first. Never decoded here, nor
+    /// are the other integers.
     Int4,
+    /// Words of eight numbers of [`Encoding::Int4`], each word less `0x1111_1111`.
+    Int4LessOne,
     I32,
     I64,
 }
@@ -37,6 +40,9 @@ pub(crate) enum Encoding {
 pub(crate) fn fp4(bits: u8) -> f32 {
     blocks::fp4(bits)
 }
+
+/// Reason why integers have no elements in f32.
+const INTEGERS: &str = "integers are read as words";
 
 /// Bits of the scale that is NaN.
 pub(crate) const E8M0_NAN: u8 = 0xff;
@@ -59,9 +65,10 @@ impl Encoding {
         })
     }
 
+    /// Returns all encodings that are decoded to f32.
     #[cfg(test)]
     pub(crate) fn all() -> Vec<Self> {
-        let others = [Self::F8E4m3, Self::Mxfp4, Self::F8E8m0, Self::Int4, Self::I32, Self::I64];
+        let others = [Self::F8E4m3, Self::Mxfp4, Self::F8E8m0];
         TensorKind::supported().map(Self::Gguf).chain(others).collect()
     }
 
@@ -74,9 +81,7 @@ impl Encoding {
             }
             Self::Mxfp4 => (MXFP4_GROUP, MXFP4_GROUP / 2),
             Self::F8E4m3 | Self::F8E8m0 => (1, 1),
-            Self::Int4 => (2, 1),
-            Self::I32 => (1, 4),
-            Self::I64 => (1, 8),
+            Self::Int4 | Self::Int4LessOne | Self::I32 | Self::I64 => unreachable!("{INTEGERS}"),
         }
     }
 
@@ -103,6 +108,7 @@ impl Encoding {
             Self::Mxfp4 => "MXFP4",
             Self::F8E8m0 => "F8_E8M0",
             Self::Int4 => "INT4",
+            Self::Int4LessOne => "INT4-1",
             Self::I32 => "I32",
             Self::I64 => "I64",
         }
@@ -140,17 +146,7 @@ impl Encoding {
             Self::F8E4m3 => return each(row, out, |[bits], [value]| *value = fp8::decode(*bits)),
             Self::Mxfp4 => return each(row, out, blocks::mxfp4),
             Self::F8E8m0 => return each(row, out, |[bits], [value]| *value = power(*bits)),
-            Self::Int4 => {
-                return each(row, out, |[bits], pair: &mut [f32; 2]| {
-                    *pair = [bits & 15, bits >> 4].map(f32::from);
-                });
-            }
-            Self::I32 => {
-                return each(row, out, |bits, [value]| *value = i32::from_le_bytes(*bits) as f32);
-            }
-            Self::I64 => {
-                return each(row, out, |bits, [value]| *value = i64::from_le_bytes(*bits) as f32);
-            }
+            Self::Int4 | Self::Int4LessOne | Self::I32 | Self::I64 => unreachable!("{INTEGERS}"),
         };
         match kind {
             TensorKind::F32 => each(row, out, |bytes, [value]| *value = f32::from_le_bytes(*bytes)),

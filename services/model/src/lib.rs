@@ -30,7 +30,7 @@ pub mod transformer;
 mod weight;
 
 pub use adapter::{Adapter, AdapterTable};
-pub use checkpoint::{Checkpoint, FileIdentity, LoadFormat, MatrixFormat, StoredWeight};
+pub use checkpoint::{Checkpoint, FileIdentity, Int4Sizes, LoadFormat, MatrixFormat, StoredWeight};
 pub use config::ModelConfig;
 pub use error::ModelError;
 pub use families::Family;

@@ -90,7 +90,8 @@ impl<'a> MatrixSource<'a> {
         Self { hashes, ..self }
     }
 
-    /// Returns a part of the matrix. Only this part is read from the file.
+    /// Returns a part of the matrix. Of a matrix that is not in memory, only this part is read from
+    /// the file.
     ///
     /// # Panics
     /// When the ranges exceed the matrix.
@@ -120,7 +121,7 @@ impl<'a> MatrixSource<'a> {
     /// and scales it.
     fn decode(&self, row: usize, bytes: &[u8], skipped: usize, out: &mut [f32]) {
         let MatrixData::Stored { encoding, order, scales, .. } = &self.data else {
-            panic!("random rows are not stored");
+            panic!("the rows are not those of a tensor");
         };
         encoding.decode_part(bytes, skipped, out);
         let row = order.stored_row(self.rows.start + row);
@@ -156,7 +157,7 @@ impl<'a> MatrixSource<'a> {
     /// When the matrix is not stored.
     fn each_stored_row(&self, rows: Range<usize>, mut each: impl FnMut(usize, &[u8], usize)) {
         let MatrixData::Stored { bytes, encoding, order, .. } = &self.data else {
-            panic!("random rows are not stored");
+            panic!("the rows are not those of a tensor");
         };
         let row_bytes = bytes.len() / order.stored_rows(self.stored_rows).max(1);
         let stored_row = |row| order.stored_row(self.rows.start + row);
@@ -225,7 +226,7 @@ impl RowSource for MatrixSource<'_> {
                     let (scales, zeros) = matrix.groups_of(row);
                     for ((col, group), out) in self.cols.clone().zip(groups).zip(out) {
                         let (number, group) = (matrix.number(row, col), usize::from(*group));
-                        *out = (f32::from(number) - f32::from(zeros[group])) * scales[group];
+                        *out = int4::element(number, zeros[group], scales[group]);
                     }
                 }
             }
@@ -515,9 +516,7 @@ impl RowSource for StackedRows<'_> {
     }
 
     fn int4_groups(&self) -> Option<ColumnGroups> {
-        let mut groups = self.parts.iter().map(MatrixSource::int4_groups);
-        let first = groups.next()??;
-        groups.all(|other| other.as_ref() == Some(&first)).then_some(first)
+        ColumnGroups::common(self.parts.iter().map(MatrixSource::int4_groups))
     }
 
     fn read_int4(&self, first: usize, numbers: &mut [u8], scales: &mut [f32], zeros: &mut [u8]) {

@@ -4,7 +4,7 @@
 
 mod common;
 
-use std::{cell::RefCell, collections::BTreeMap, fs, path::Path};
+use std::{cell::RefCell, collections::BTreeMap, fs, io::Write, path::Path};
 
 use common::{
     elements,
@@ -13,9 +13,11 @@ use common::{
 };
 use half::{bf16, f16};
 use kernels::{Packer, RowSource, Shard, WeightFormat, cpu::Isa};
-use model::{Checkpoint, LayerWeight, LoadFormat, TransformerWeights, Weight, WeightShape};
+use model::{
+    Checkpoint, Int4Sizes, LayerWeight, LoadFormat, TransformerWeights, Weight, WeightShape,
+};
 use proptest::prelude::*;
-use safetensors::{Dtype, tensor::TensorView};
+use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::{Value, json};
 
 /// Tensors of a file.
@@ -38,7 +40,7 @@ struct Layout {
     group_size: Option<usize>,
     is_symmetric: bool,
     /// Whether the columns of a group are not neighbours.
-    is_reordered: bool,
+    desc_act: bool,
     /// Type of the scales.
     scales: Dtype,
 }
@@ -49,11 +51,11 @@ impl Layout {
             Compressed => Dtype::BF16,
             _ => Dtype::F16,
         };
-        Self { packing, group_size, is_symmetric, is_reordered: false, scales }
+        Self { packing, group_size, is_symmetric, desc_act: false, scales }
     }
 
     const fn reordered(self) -> Self {
-        Self { is_reordered: true, ..self }
+        Self { desc_act: true, ..self }
     }
 
     fn config(self) -> Value {
@@ -61,7 +63,7 @@ impl Layout {
         match self.packing {
             Gptq | GptqV2 => {
                 let mut config = json!({"quant_method": "gptq", "bits": 4, "group_size": size,
-                    "desc_act": self.is_reordered, "sym": self.is_symmetric, "lm_head": false,
+                    "desc_act": self.desc_act, "sym": self.is_symmetric, "lm_head": false,
                     "dynamic": {"-:.*layers\\.0\\.self_attn\\.k_proj": {}}});
                 // Files of the first format do not always name it.
                 if self.packing == GptqV2 {
@@ -81,7 +83,7 @@ impl Layout {
                     "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": null,
                         "weights": {"num_bits": 4, "type": "int", "symmetric": self.is_symmetric,
                             "strategy": strategy, "group_size": size, "dynamic": false,
-                            "actorder": if self.is_reordered { json!("group") } else { Value::Null }}}}})
+                            "actorder": if self.desc_act { json!("group") } else { Value::Null }}}}})
             }
         }
     }
@@ -90,7 +92,7 @@ impl Layout {
     fn groups(self, cols: usize) -> Vec<usize> {
         let size = self.group_size.unwrap_or(cols);
         // 37 and the widths have no common divisor.
-        let place = |col| if self.is_reordered { col * 37 % cols } else { col };
+        let place = |col| if self.desc_act { col * 37 % cols } else { col };
         (0..cols).map(|col| place(col) / size).collect()
     }
 }
@@ -178,9 +180,10 @@ impl Quantised {
                 let shape = [cols / 8, rows];
                 words("qweight", shape, pack(shape, |[i, n], at| numbers(n, 8 * i + at)));
                 let shape = [group_count, rows / 8];
-                let less = if layout.packing == Gptq { 1 } else { 0 };
-                let zero = |row, group| zeros(row, group).wrapping_sub(less) & 15;
-                words("qzeros", shape, pack(shape, |[group, m], at| zero(8 * m + at, group)));
+                let offset = if layout.packing == Gptq { 0x1111_1111 } else { 0 };
+                let zeros = pack(shape, |[group, m], at| zeros(8 * m + at, group));
+                let zeros = zeros.into_iter().map(|word| word.wrapping_sub(offset)).collect();
+                words("qzeros", shape, zeros);
             }
             Awq => {
                 // `order_map` of the format's authors.
@@ -232,7 +235,7 @@ impl Quantised {
         match layout.packing {
             // GPTQ stores them always.
             Gptq | GptqV2 => add("g_idx", Dtype::I32, &[cols], groups),
-            Compressed if layout.is_reordered => add("weight_g_idx", Dtype::I32, &[cols], groups),
+            Compressed if layout.desc_act => add("weight_g_idx", Dtype::I32, &[cols], groups),
             Compressed if layout.group_size == Some(64) => {
                 add("weight_g_idx", Dtype::I32, &[cols], vec![0xff; 4 * cols]);
             }
@@ -379,6 +382,15 @@ struct RowPacker {
     shard: Shard,
     rows: RefCell<Vec<Vec<f32>>>,
     int4_matrices: RefCell<usize>,
+    /// Elements and bytes of the matrices in INT4.
+    int4_sizes: RefCell<(u64, u64)>,
+}
+
+impl RowPacker {
+    fn new(shard: Shard) -> Self {
+        let (rows, int4_sizes) = (RefCell::default(), RefCell::default());
+        Self { shard, rows, int4_matrices: RefCell::new(0), int4_sizes }
+    }
 }
 
 impl Packer for RowPacker {
@@ -395,6 +407,9 @@ impl Packer for RowPacker {
             let (mut scales, mut zeros) =
                 (vec![0.0; rows * groups.count()], vec![0; rows * groups.count()]);
             source.read_int4(0, &mut numbers, &mut scales, &mut zeros);
+            let (elements, bytes) = &mut *self.int4_sizes.borrow_mut();
+            *elements += numbers.len() as u64;
+            *bytes += (rows * cols.div_ceil(2) + 4 * scales.len() + zeros.len()) as u64;
             for (at, value) in values.iter().enumerate() {
                 let group =
                     at / cols * groups.count() + usize::from(groups.of_columns()[at % cols]);
@@ -416,7 +431,7 @@ impl Packer for RowPacker {
 
 /// Returns the rows of a rank, and the number of matrices in INT4.
 fn packed(checkpoint: &Checkpoint, shard: Shard) -> (Vec<Vec<f32>>, usize) {
-    let packer = RowPacker { shard, rows: RefCell::default(), int4_matrices: RefCell::new(0) };
+    let packer = RowPacker::new(shard);
     TransformerWeights::pack(checkpoint, &packer, &mut |_| ()).unwrap();
     (packer.rows.into_inner(), packer.int4_matrices.into_inner())
 }
@@ -528,18 +543,131 @@ fn sizes_and_formats_are_those_of_the_stored_matrices() {
     let pair = Pair::new(llama(), LAYOUTS[0]);
     let checkpoint = pair.open();
     let of_layer = 2 * 192 * 192 + 2 * 96 * 192 + 3 * 192 * 320;
-    let elements = 2 * of_layer - 96 * 192;
+    // Layer 0 has a key in bf16, so its query and value are dequantized.
+    let elements = 2 * of_layer - (192 + 2 * 96) * 192;
     // Two groups in 192 columns, three in 320.
-    let groups = 2 * ((2 * 192 + 2 * 96 + 2 * 320) * 2 + 192 * 3) - 96 * 2;
-    let bytes = elements / 2 + groups * 5;
-    assert_eq!(checkpoint.int4_sizes(Shard::WHOLE), (elements, bytes));
-    let ranks: Vec<u64> = group(2).all().map(|shard| checkpoint.int4_sizes(shard).0).collect();
-    assert_eq!(ranks.iter().sum::<u64>(), elements);
+    let groups = 2 * ((2 * 192 + 2 * 96 + 2 * 320) * 2 + 192 * 3) - (192 + 2 * 96) * 2;
+    let sizes = Int4Sizes {
+        packed_elements: elements,
+        packed_bytes: elements / 2 + groups * 5,
+        dequantized: 2,
+    };
+    assert_eq!(checkpoint.int4_sizes(Shard::WHOLE), sizes);
     let formats = checkpoint.matrix_formats();
     let int4 = formats.iter().find(|it| it.name == "INT4 with a scale for each 128 of a row");
     assert_eq!(int4.unwrap().matrices, 2 * 7 - 1);
-    assert_eq!(pair.open_dequantised().int4_sizes(Shard::WHOLE), (0, 0));
-    assert!(checkpoint.description().ends_with("BF16 + F16 + I32 + INT4"));
+    assert_eq!(pair.open_dequantised().int4_sizes(Shard::WHOLE), Int4Sizes::default());
+    assert!(!pair.open_dequantised().has_int4());
+    assert!(checkpoint.description().ends_with("BF16 + F16 + I32 + INT4 + INT4-1"));
+}
+
+#[test]
+fn sizes_are_those_of_the_packed_matrices() {
+    for layout in LAYOUTS {
+        for config in [llama(), qwen3_moe()] {
+            let checkpoint = Pair::new(config, layout).open();
+            for shard in [1, 2, 4].into_iter().flat_map(|of| group(of).all()) {
+                let packer = RowPacker::new(shard);
+                TransformerWeights::pack(&checkpoint, &packer, &mut |_| ()).unwrap();
+                let sizes = checkpoint.int4_sizes(shard);
+                let found = (sizes.packed_elements, sizes.packed_bytes);
+                assert_eq!(found, packer.int4_sizes.into_inner(), "{layout:?}, {shard}");
+            }
+        }
+    }
+}
+
+/// GPTQModel subtracts from and adds to whole words, so numbers may borrow and carry.
+#[test]
+fn zero_points_of_the_first_format_are_words_less_a_constant() {
+    const WORD: u32 = 0xeeee_ef3f;
+    let values_of = |layout, word: u32| {
+        let pair = Pair::new(llama(), layout);
+        let mut tensors = pair.stored;
+        let name = |last: &str| format!("{UP}{last}");
+        // All numbers are 0 and all scales 1, so elements are zero points less.
+        tensors.get_mut(&name("qweight")).unwrap().2.fill(0);
+        let scales = &mut tensors.get_mut(&name("scales")).unwrap().2;
+        let count = scales.len() / 2;
+        *scales = encode(Dtype::F16, &vec![1.0; count]);
+        tensors.get_mut(&name("qzeros")).unwrap().2[..4].copy_from_slice(&word.to_le_bytes());
+        let mut config = pair.config;
+        config["quantization_config"] = layout.config();
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoint = open(folder.path(), &config, &tensors).unwrap();
+        let up = elements(&checkpoint, Weight::Layer(1, LayerWeight::Up));
+        up.chunks(192).take(8).map(|row| row[0]).collect::<Vec<_>>()
+    };
+    let v1 = values_of(Layout::new(Gptq, Some(64), false), WORD);
+    assert_eq!(v1, [0.0, -5.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]);
+    let v2 = values_of(Layout::new(GptqV2, Some(64), false), 0x50);
+    assert_eq!(v2, v1);
+}
+
+/// The tensors of both formats may be equal, but not their zero points.
+#[test]
+fn fingerprints_and_stored_weights_tell_the_formats_of_gptq_apart() {
+    let pair = Pair::new(llama(), Layout::new(Gptq, Some(64), false));
+    let first = pair.open();
+    let mut second = pair.quantised_config();
+    for key in ["checkpoint_format", "format"] {
+        let mut config = second.clone();
+        config["quantization_config"][key] = json!("gptq_v2");
+        let other = open(tempfile::tempdir().unwrap().path(), &config, &pair.stored).unwrap();
+        assert_ne!(other.model_fingerprint().unwrap(), first.model_fingerprint().unwrap());
+        let encodings = |checkpoint: &Checkpoint| -> Vec<&str> {
+            let stored = checkpoint.stored_weights().unwrap().into_iter();
+            stored.filter(|it| it.name.ends_with("qzeros")).map(|it| it.encoding).collect()
+        };
+        assert_eq!(encodings(&first), ["INT4-1"; 13]);
+        assert_eq!(encodings(&other), ["INT4"; 13]);
+    }
+    second["quantization_config"]["checkpoint_format"] = json!("gptq");
+    let same = open(tempfile::tempdir().unwrap().path(), &second, &pair.stored).unwrap();
+    assert_eq!(same.model_fingerprint().unwrap(), first.model_fingerprint().unwrap());
+}
+
+#[test]
+fn files_that_change_after_they_were_opened_give_an_error_or_the_groups_of_the_start() {
+    let pair = Pair::new(llama(), LAYOUTS[1]);
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = open(folder.path(), &pair.quantised_config(), &pair.stored).unwrap();
+    let expected = packed(&checkpoint, Shard::WHOLE);
+    let path = folder.path().join("model.safetensors");
+    let mut bytes = fs::read(&path).unwrap();
+    let groups = {
+        let tensors = SafeTensors::deserialize(&bytes).unwrap();
+        let groups = tensors.tensor(&format!("{UP}g_idx")).unwrap().data().as_ptr_range();
+        let offset = |at: *const u8| at as usize - bytes.as_ptr() as usize;
+        offset(groups.start)..offset(groups.end)
+    };
+    bytes[groups].fill(0xff);
+    let mut file = fs::OpenOptions::new().write(true).open(&path).unwrap();
+    file.write_all(&bytes).unwrap();
+    assert!(packed(&checkpoint, Shard::WHOLE) == expected);
+    file.set_len(bytes.len() as u64 / 2).unwrap();
+    let packer = RowPacker::new(Shard::WHOLE);
+    let error = TransformerWeights::pack(&checkpoint, &packer, &mut |_| ()).err().unwrap();
+    assert!(error.to_string().contains("the file changed while it was read"), "{error}");
+}
+
+#[test]
+fn rows_of_more_groups_than_supported_are_refused() {
+    let mut config = llama();
+    let cols = 2049 * 1024;
+    for (key, value) in [
+        ("hidden_size", 8),
+        ("head_dim", 1024),
+        ("num_attention_heads", 2049),
+        ("num_key_value_heads", 1),
+    ] {
+        config[key] = json!(value);
+    }
+    config["quantization_config"] = Layout::new(Gptq, Some(32), true).config();
+    let numbers = (Dtype::I32, vec![cols / 8, 8], vec![0; 4 * cols]);
+    let tensors = [("model.layers.0.self_attn.o_proj.qweight".to_owned(), numbers)].into();
+    let error = open(tempfile::tempdir().unwrap().path(), &config, &tensors).unwrap_err();
+    assert!(error.ends_with("number of groups in INT4 is 65568; expected up to 65536"), "{error}");
 }
 
 #[test]
@@ -636,12 +764,25 @@ fn missing_tensors_are_refused() {
         let message = pair.refusal(|tensors| _ = tensors.remove(&name));
         assert_eq!(message, format!("tensor {name:?} is missing; expected shape {expected}"));
     }
-    // Groups of neighbours need no list.
+    // Groups of neighbouring columns need no list.
     let pair = Pair::new(llama(), LAYOUTS[0]);
     let mut tensors = pair.stored.clone();
     tensors.retain(|name, _| !name.ends_with("g_idx"));
     let found = packed(&pair.try_open(&tensors).unwrap(), Shard::WHOLE);
     assert!(found == packed(&pair.open(), Shard::WHOLE));
+}
+
+#[test]
+fn shapes_may_be_stored_in_32_bits() {
+    let pair = Pair::new(llama(), LAYOUTS[10]);
+    let shape: Vec<u8> = [320_i32, 192].into_iter().flat_map(i32::to_le_bytes).collect();
+    let mut tensors = pair.stored.clone();
+    tensors.insert(format!("{UP}weight_shape"), (Dtype::I32, vec![2], shape));
+    pair.try_open(&tensors).unwrap();
+    let message = refusal(LAYOUTS[10], "weight_shape", |tensor| {
+        (tensor.0, tensor.2) = (Dtype::I32, vec![0xff; 8]);
+    });
+    assert_eq!(message, "has [-1, -1]; expected [320, 192]");
 }
 
 #[test]
@@ -662,8 +803,11 @@ fn values_that_describe_no_matrix_are_refused() {
             assert_eq!(message, format!("has group {found} at element 2; expected 0 to 5"));
         }
     }
+    // Only compressed-tensors writes -1 for groups of neighbouring columns.
+    let message = refusal(gptq, "g_idx", |tensor| tensor.2.fill(0xff));
+    assert_eq!(message, "has group -1 at element 0; expected 0 to 5");
     let message = refusal(compressed, "weight_shape", |tensor| tensor.2[0] = 0);
-    assert_eq!(message, "has [256.0, 192.0]; expected [320, 192]");
+    assert_eq!(message, "has [256, 192]; expected [320, 192]");
     // A finite scale with which a number is not finite is found when the matrix is packed.
     let layout = Layout { scales: Dtype::F32, ..LAYOUTS[9] };
     let pair = Pair::new(llama(), layout);
@@ -673,8 +817,7 @@ fn values_that_describe_no_matrix_are_refused() {
     let numbers = tensors.get_mut(&format!("{UP}weight_packed")).unwrap();
     numbers.2[0] = 0x8f;
     let checkpoint = pair.try_open(&tensors).unwrap();
-    let packer =
-        RowPacker { shard: Shard::WHOLE, rows: RefCell::default(), int4_matrices: RefCell::new(0) };
+    let packer = RowPacker::new(Shard::WHOLE);
     let error =
         TransformerWeights::pack(&checkpoint, &packer, &mut |_| ()).err().unwrap().to_string();
     assert!(error.contains(&format!("tensor \"{UP}weight_packed\" at file offset")), "{error}");
@@ -733,7 +876,19 @@ fn biases_of_zeros_are_ignored_and_others_are_refused() {
 fn unsupported_configurations_are_refused_before_weights_are_read() {
     let group = "/config_groups/group_0";
     let int8 = json!({"num_bits": 8, "type": "int", "strategy": "token"});
-    let changes: [(Layout, &str, Value, &str); 14] = [
+    let changes: [(Layout, &str, Value, &str); 16] = [
+        (
+            LAYOUTS[0],
+            "/format",
+            json!("marlin"),
+            "format: \"marlin\"; expected \"gptq\" or \"gptq_v2\"",
+        ),
+        (
+            LAYOUTS[9],
+            "/transform_config",
+            json!({"config_groups": {"u": {"type": "hadamard"}}}),
+            "transform_config: \"config_groups\"; expected null or {}",
+        ),
         (LAYOUTS[0], "/bits", json!(3), "bits: 3; expected 4"),
         (LAYOUTS[0], "/bits", json!(8), "bits: 8; expected 4"),
         (LAYOUTS[0], "/group_size", json!(96), "group_size: 96; expected 32, 64, 128 or -1"),
@@ -819,7 +974,7 @@ proptest! {
         packing in prop::sample::select(vec![Gptq, GptqV2, Awq, Compressed]),
         group_size in prop::sample::select(vec![Some(32), Some(64), Some(128), None]),
         is_symmetric: bool,
-        is_reordered: bool,
+        desc_act: bool,
     ) {
         let mut config = llama();
         for (key, value) in [("hidden_size", 24 * heads), ("intermediate_size", 8 * ffn),
@@ -832,7 +987,7 @@ proptest! {
         prop_assume!(widths.iter().all(|width| !width.is_multiple_of(37)));
         let is_symmetric = is_symmetric && packing != Awq;
         let layout = Layout::new(packing, group_size, is_symmetric);
-        let layout = if is_reordered && packing != Awq { layout.reordered() } else { layout };
+        let layout = if desc_act && packing != Awq { layout.reordered() } else { layout };
         let pair = Pair::new(config, layout);
         let (stored, dequantised) = (pair.open(), pair.open_dequantised());
         for weight in Weight::all(stored.config()) {

@@ -70,8 +70,7 @@ fn element(
     (scales, zeros): (&[f32; PANEL], &[u8; PANEL]),
     lane: usize,
 ) -> f32 {
-    let number = i32::from(numbers[lane] >> shift & int4::MAX);
-    (number - i32::from(zeros[lane])) as f32 * scales[lane]
+    int4::element(numbers[lane] >> shift & int4::MAX, zeros[lane], scales[lane])
 }
 
 /// Packs the rows of a panel from row `first` on.
@@ -256,7 +255,7 @@ mod tests {
         }
     }
 
-    fn product(level: Level, x: &[f32], w: &CpuMatrix) -> Vec<f32> {
+    fn gemm(level: Level, x: &[f32], w: &CpuMatrix) -> Vec<f32> {
         let mut out = vec![f32::NAN; x.len() / w.cols() * w.rows()];
         let mut pool = ThreadPool::new(2, "test").unwrap();
         matmul(level, &mut pool, &mut MatmulScratch::default(), x, w, &mut out);
@@ -285,11 +284,7 @@ mod tests {
             }
             for level in levels() {
                 let context = format!("{rows}x{k}x{n} {format} {}", level.name());
-                assert_eq!(
-                    bits(&product(level, &x, &w)),
-                    bits(&product(level, &x, &plain)),
-                    "{context}"
-                );
+                assert_eq!(bits(&gemm(level, &x, &w)), bits(&gemm(level, &x, &plain)), "{context}");
             }
         }
     }
@@ -297,18 +292,18 @@ mod tests {
     #[test]
     fn gemms_equal_those_of_the_dequantized_matrix() {
         for rows in [1, 2, 5, 16, 17, 40] {
-            check(rows, 100, ColumnGroups::neighbours(256, 128));
-            check(rows, 33, ColumnGroups::neighbours(96, 96));
+            check(rows, 100, ColumnGroups::contiguous(256, 128));
+            check(rows, 33, ColumnGroups::contiguous(96, 96));
         }
         check(3, 70, ColumnGroups::new((0..192).map(|col| (col * 7 % 6) as u16).collect()));
         // A panel of f32 is larger than the memory of several panels.
-        check(1, 70, ColumnGroups::neighbours(4352, 128));
+        check(1, 70, ColumnGroups::contiguous(4352, 128));
     }
 
     #[test]
     fn packed_matrices_take_little_more_than_their_numbers_and_scales() {
         let mut pool = ThreadPool::new(1, "test").unwrap();
-        let source = Stored { rows: 64, groups: ColumnGroups::neighbours(1024, 128) };
+        let source = Stored { rows: 64, groups: ColumnGroups::contiguous(1024, 128) };
         let w = pack(&mut pool, &mut Slab::default(), WeightFormat::Bf16, &source);
         assert_eq!(w.byte_count() as u64, int4::bytes(64, 1024, 8));
     }

@@ -10,7 +10,7 @@ use kernels::{
     cpu::{CpuBackend, CpuOptions, Isa},
     cuda::CudaOptions,
 };
-use model::{Adapter, Checkpoint, LoadFormat, MatrixFormat, ModelConfig, ModelError};
+use model::{Adapter, Checkpoint, Int4Sizes, LoadFormat, MatrixFormat, ModelConfig, ModelError};
 use serde::Serialize;
 
 /// A model whose files or configuration could be opened.
@@ -76,7 +76,7 @@ impl OpenedModel {
         });
         let computed_by = || match gpu_compute {
             Some(compute) => on_gpu(config, weights, &formats, compute),
-            None => on_cpu(config, weights, &formats),
+            None => on_cpu(&checkpoint, weights, &formats),
         };
         ModelReport {
             adapters: adapters(config, gpu_compute.is_some()),
@@ -109,7 +109,7 @@ fn adapters(config: &ModelConfig, is_gpu: bool) -> String {
     }
 }
 
-fn on_cpu(config: &ModelConfig, weights: WeightFormat, formats: &[MatrixFormat]) -> String {
+fn on_cpu(checkpoint: &Checkpoint, weights: WeightFormat, formats: &[MatrixFormat]) -> String {
     let options = CpuOptions { weights, threads: 1, isa: Isa::Auto };
     let isa = CpuBackend::new(options).map_or("portable", |backend| backend.isa_name());
     let weights = match weights {
@@ -117,10 +117,17 @@ fn on_cpu(config: &ModelConfig, weights: WeightFormat, formats: &[MatrixFormat])
         WeightFormat::Fp8 => WeightFormat::Bf16,
         weights => weights,
     };
-    let experts = if config.experts().is_some() { ", one expert after the other" } else { "" };
-    let (packed, others): (Vec<_>, Vec<_>) =
-        formats.iter().partition(|format| format.name.starts_with("INT4"));
-    let packed = if packed.is_empty() { "" } else { ", matrices in INT4 stay packed" };
+    let experts =
+        if checkpoint.config().experts().is_some() { ", one expert after the other" } else { "" };
+    let packed = match checkpoint.int4_sizes(Shard::WHOLE) {
+        Int4Sizes { packed_elements: 0, dequantized: 0, .. } => String::new(),
+        Int4Sizes { packed_elements: 0, .. } => ", matrices in INT4 are dequantized".to_owned(),
+        Int4Sizes { dequantized: 0, .. } => ", matrices in INT4 stay packed".to_owned(),
+        Int4Sizes { dequantized, .. } => {
+            format!(", matrices in INT4 stay packed but {dequantized}, which are dequantized")
+        }
+    };
+    let others = formats.iter().filter(|format| !format.name.starts_with("INT4"));
     format!("CPU kernels ({isa}) for {weights}{experts}{packed}{}", converted(weights, others))
 }
 

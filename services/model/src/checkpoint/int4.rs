@@ -14,8 +14,11 @@
 //! * `weight_g_idx` (group of each column) `[cols]`,
 //! * `weight_shape`: rows and columns.
 //!
-//! AWQ's words have rows in the order [`AWQ_ORDER`]. The first format of GPTQ stores zero points
-//! minus 1.
+//! AWQ's words have rows in the order [`AWQ_ORDER`]. The first format of GPTQ has each word of zero
+//! points less [`V1_OFFSET`], as GPTQModel writes it: the subtraction may borrow from the next
+//! number.
+
+use std::collections::HashMap;
 
 use kernels::{
     Shard,
@@ -30,6 +33,7 @@ use crate::{
     },
     encoding::Encoding,
     error::ModelError,
+    packing::packing_order,
     rope::RowOrder,
     weight::{Weight, WeightShape},
 };
@@ -38,6 +42,8 @@ use crate::{
 const WORD: usize = 8;
 /// The row of eight whose number is at each place of a word of AWQ, from the lowest bits on.
 const AWQ_ORDER: [usize; WORD] = [0, 2, 4, 6, 1, 3, 5, 7];
+/// Constant that the first format of GPTQ subtracts from every word of zero points, modulo 2^32.
+const V1_OFFSET: u32 = 0x1111_1111;
 /// The zero point of symmetric numbers.
 const ZERO: u8 = 8;
 /// The type of words in files.
@@ -66,6 +72,18 @@ impl Int4Packing {
             },
         }
     }
+}
+
+/// Sizes of the matrices in INT4 of a model, or of a rank's part of them, on CPUs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Int4Sizes {
+    /// Elements of the matrices that stay packed.
+    pub packed_elements: u64,
+    /// Bytes of the matrices that stay packed.
+    pub packed_bytes: u64,
+    /// Number of matrices that are dequantized, because a matrix that is fused with them is not in
+    /// INT4 or has other groups of columns.
+    pub dequantized: usize,
 }
 
 /// The tensors of a matrix.
@@ -145,11 +163,11 @@ impl StoredWeights {
     ) -> Result<Option<Int4Tensors<'_>>, ModelError> {
         let Some((format, module)) = self.int4_module(weight, config) else { return Ok(None) };
         let (rows, cols) = weight.matrix_shape(config);
-        let group_count = format.group_size.map_or(1, |size| cols.div_ceil(size));
+        let group_count = format.group_count(cols);
         let names = format.packing.names();
         let named = |name: &str| self.name_in_files(format!("{module}{name}"));
-        let packed = |name: String, expected: [usize; 2]| {
-            self.raw_tensor(name, WORDS, Encoding::Int4, expected.map(|len| len as u64).to_vec())
+        let packed = |name: String, encoding: Encoding, expected: [usize; 2]| {
+            self.raw_tensor(name, WORDS, encoding, expected.map(|len| len as u64).to_vec())
         };
         let (row_words, col_words) = (rows.div_ceil(WORD), cols.div_ceil(WORD));
         let (of_numbers, of_scales, of_zeros) = match format.packing {
@@ -161,7 +179,13 @@ impl StoredWeights {
                 ([rows, col_words], [rows, group_count], [row_words, group_count])
             }
         };
-        let numbers = packed(named(names.numbers), of_numbers)?;
+        let numbers = packed(named(names.numbers), Encoding::Int4, of_numbers)?;
+        if group_count > int4::GROUPS_MAX {
+            let (path, found) = (numbers.path.into(), group_count.to_string());
+            let (name, allowed) =
+                ("number of groups in INT4", format!("up to {}", int4::GROUPS_MAX));
+            return Err(ModelError::ConfigValue { path, name, found, allowed });
+        }
         // Words along rows must be whole, and words along columns.
         let (has_words_of_rows, has_words_of_cols) = match format.packing {
             Int4Packing::Gptq { .. } => (true, true),
@@ -178,13 +202,17 @@ impl StoredWeights {
                 return Err(ModelError::ConfigValue { path, name, found, allowed });
             }
         }
-        let scales = self.scales_tensor(named(names.scales), of_scales)?;
+        let of_scales = of_scales.map(|len| len as u64).to_vec();
+        let scales = self.float_tensor(named(names.scales), &[of_scales])?;
         let zeros = match format.packing {
             Int4Packing::CompressedTensors { is_symmetric: true } => None,
-            _ => Some(packed(named(names.zeros), of_zeros)?),
+            Int4Packing::Gptq { is_v1: true, .. } => {
+                Some(packed(named(names.zeros), Encoding::Int4LessOne, of_zeros)?)
+            }
+            _ => Some(packed(named(names.zeros), Encoding::Int4, of_zeros)?),
         };
         let groups = named(names.groups);
-        let is_required = matches!(format.packing, Int4Packing::Gptq { is_reordered: true, .. });
+        let is_required = matches!(format.packing, Int4Packing::Gptq { desc_act: true, .. });
         let groups = match format.packing {
             Int4Packing::Awq => None,
             _ if !is_required && !self.has(&groups) => None,
@@ -192,7 +220,13 @@ impl StoredWeights {
         };
         let shape = match format.packing {
             Int4Packing::CompressedTensors { .. } => {
-                Some(self.raw_tensor(named("weight_shape"), "I64", Encoding::I64, vec![2])?)
+                let name = named("weight_shape");
+                let declared = self.tensors.get(&name).map(|it| &it.encoding);
+                let encoding = match declared {
+                    Some(Err(declared)) if declared == "I32" => Encoding::I32,
+                    _ => Encoding::I64,
+                };
+                Some(self.raw_tensor(name, encoding.name(), encoding, vec![2])?)
             }
             _ => None,
         };
@@ -201,34 +235,37 @@ impl StoredWeights {
         Ok(Some(Int4Tensors { format, size, order, numbers, scales, zeros, groups, shape }))
     }
 
-    fn scales_tensor(
-        &self,
-        name: String,
-        expected: [usize; 2],
-    ) -> Result<StoredTensor<'_>, ModelError> {
-        let expected = expected.map(|len| len as u64).to_vec();
-        if !self.has(&name) {
-            return Err(self.missing(name, expected));
+    /// Checks the tensors of all matrices in INT4, and the values of all but the numbers and zero
+    /// points, of which any are valid. Keeps the groups of columns.
+    pub(super) fn check_int4(&mut self, config: &ModelConfig) -> Result<(), ModelError> {
+        let (mut column_groups, mut contiguous) = (HashMap::new(), HashMap::new());
+        for weight in Weight::all(config) {
+            let Some(tensors) = self.int4(weight, config)? else { continue };
+            let checked = tensors.check();
+            // A read that fails gives zeros.
+            self.check_reads()?;
+            let [_, cols, _] = tensors.size;
+            let size = tensors.format.group_size.unwrap_or(cols);
+            let contiguous =
+                contiguous.entry(cols).or_insert_with(|| ColumnGroups::contiguous(cols, size));
+            // Most matrices share one list.
+            let groups = checked?.filter(|listed| listed != contiguous);
+            column_groups.insert(weight, groups.unwrap_or_else(|| contiguous.clone()));
         }
-        let tensor = self.named(name, RowOrder::Halves)?;
-        if tensor.encoding == Encoding::F8E4m3 {
-            return Err(tensor.wrong_type("F32, F16 or BF16".into()));
-        }
-        if tensor.dims != expected {
-            return Err(tensor.wrong_shape(expected));
-        }
-        Ok(tensor)
+        self.column_groups = column_groups;
+        Ok(())
     }
 
-    /// Checks the tensors of all matrices in INT4, and the values of all but the numbers and zero
-    /// points, of which any are valid.
-    pub(super) fn check_int4(&self, config: &ModelConfig) -> Result<(), ModelError> {
-        for weight in Weight::all(config) {
-            if let Some(tensors) = self.int4(weight, config)? {
-                tensors.check()?;
-            }
-        }
-        self.check_reads()
+    /// Reads a matrix in INT4, and returns the order of its rows, too; `None` if the weight is not
+    /// stored in INT4.
+    pub(super) fn int4_matrix(
+        &self,
+        weight: Weight,
+        config: &ModelConfig,
+    ) -> Result<Option<(Int4Matrix, RowOrder)>, ModelError> {
+        let Some(tensors) = self.int4(weight, config)? else { return Ok(None) };
+        let groups = self.column_groups[&weight].clone();
+        Ok(Some((tensors.read(groups), tensors.order)))
     }
 
     /// Returns the names of the tensors of all matrices in INT4.
@@ -249,18 +286,29 @@ impl StoredWeights {
             && self.named(name.to_owned(), RowOrder::Halves).is_ok_and(is_zero)
     }
 
-    /// Returns the number of elements of a rank's part of the matrices in INT4, and their bytes on
-    /// CPUs.
-    pub(super) fn int4_sizes(&self, config: &ModelConfig, shard: Shard) -> (u64, u64) {
-        let sizes = |weight: Weight| {
-            let (format, _) = self.int4_module(weight, config)?;
-            let part = weight.part(config, shard);
-            let (rows, cols) = (part.rows.len() as u64, part.cols.len() as u64);
-            let groups = format.group_size.map_or(1, |size| cols.div_ceil(size as u64));
-            Some((part.elements(), int4::bytes(rows, cols, groups)))
-        };
-        let all = Weight::all(config).filter_map(sizes);
-        all.fold((0, 0), |(elements, bytes), (of, its)| (elements + of, bytes + its))
+    /// Returns the sizes of a rank's part of the matrices in INT4 on CPUs.
+    pub(super) fn int4_sizes(&self, config: &ModelConfig, shard: Shard) -> Int4Sizes {
+        let mut sizes = Int4Sizes::default();
+        if self.column_groups.is_empty() {
+            return sizes;
+        }
+        for matrix in packing_order(config, shard).iter().filter(|it| !it.is_vector) {
+            let groups = matrix.parts.iter().map(|part| {
+                let groups = self.column_groups.get(&part.weight)?;
+                Some(groups.part(part.cols.clone()).1)
+            });
+            let groups: Vec<_> = groups.collect();
+            let stored = groups.iter().flatten().count();
+            let Some(groups) = ColumnGroups::common(groups) else {
+                sizes.dequantized += stored;
+                continue;
+            };
+            let rows: usize = matrix.parts.iter().map(|part| part.rows.len()).sum();
+            let cols = matrix.parts[0].cols.len();
+            sizes.packed_elements += matrix.elements() as u64;
+            sizes.packed_bytes += int4::bytes(rows as u64, cols as u64, groups.count() as u64);
+        }
+        sizes
     }
 }
 
@@ -284,33 +332,35 @@ impl<'a> Int4Tensors<'a> {
         self.numbers.not_finite(element, found)
     }
 
-    fn check(&self) -> Result<(), ModelError> {
+    /// Checks scales, groups and shape. Returns the groups of columns, if the file lists them.
+    fn check(&self) -> Result<Option<ColumnGroups>, ModelError> {
         let scales = self.scales.values();
         if let Some(element) = scales.iter().position(|scale| !scale.is_finite()) {
             return Err(self.scales.not_finite(element, scales[element]));
         }
         let [rows, cols, group_count] = self.size;
-        if let Some(groups) = &self.groups {
-            let indices = words(groups);
-            let bad = indices.iter().position(|&index| index as usize >= group_count);
-            if let Some(element) = bad.filter(|_| !are_unset(&indices)) {
-                let found =
-                    format!("group {} at element {element}", indices[element].cast_signed());
-                let expected = format!("0 to {}", group_count - 1);
-                return Err(groups.wrong_value(found, expected));
-            }
-        }
         if let Some(shape) = &self.shape {
-            let found = shape.values();
-            if found != [rows as f32, cols as f32] {
+            let found = integers(shape);
+            if found != [rows as i64, cols as i64] {
                 return Err(shape.wrong_value(format!("{found:?}"), format!("[{rows}, {cols}]")));
             }
         }
-        Ok(())
+        let Some(groups) = &self.groups else { return Ok(None) };
+        let indices = words(groups);
+        // compressed-tensors writes -1 for groups of neighbouring columns.
+        let may_be_unset = matches!(self.format.packing, Int4Packing::CompressedTensors { .. });
+        if may_be_unset && indices.iter().all(|&index| index == u32::MAX) {
+            return Ok(None);
+        }
+        if let Some(element) = indices.iter().position(|&index| index as usize >= group_count) {
+            let found = format!("group {} at element {element}", indices[element].cast_signed());
+            return Err(groups.wrong_value(found, format!("0 to {}", group_count - 1)));
+        }
+        Ok(Some(ColumnGroups::new(indices.into_iter().map(|index| index as u16).collect())))
     }
 
-    /// Reads the matrix. The tensors were checked.
-    pub(super) fn read(&self) -> Int4Matrix {
+    /// Reads the matrix, of which `groups` are the groups of columns.
+    fn read(&self, groups: ColumnGroups) -> Int4Matrix {
         let [rows, cols, group_count] = self.size;
         let row_words = cols.div_ceil(WORD);
         let words_of = words(&self.numbers);
@@ -327,9 +377,10 @@ impl<'a> Int4Tensors<'a> {
                 Int4Packing::CompressedTensors { .. } => {
                     nibble(zeros[word * group_count + group], at)
                 }
-                Int4Packing::Gptq { zero_offset, .. } => {
-                    let stored = nibble(zeros[group * rows.div_ceil(WORD) + word], at);
-                    (stored + zero_offset) & int4::MAX
+                Int4Packing::Gptq { is_v1, .. } => {
+                    let offset = if is_v1 { V1_OFFSET } else { 0 };
+                    let word = zeros[group * rows.div_ceil(WORD) + word];
+                    nibble(word.wrapping_add(offset), at)
                 }
                 Int4Packing::Awq => {
                     // The place of the row in the word.
@@ -345,26 +396,8 @@ impl<'a> Int4Tensors<'a> {
             Int4Packing::CompressedTensors { .. } => scales,
             Int4Packing::Gptq { .. } | Int4Packing::Awq => transposed(&scales, rows),
         };
-        let groups = self.column_groups();
         Int4Matrix { numbers, row_words, scales, zeros, group_count, groups }
     }
-
-    fn column_groups(&self) -> ColumnGroups {
-        let indices = self.groups.as_ref().map(words).filter(|indices| !are_unset(indices));
-        match indices {
-            Some(indices) => ColumnGroups::new(indices.iter().map(|&index| index as u16).collect()),
-            None => {
-                let cols = self.size[1];
-                ColumnGroups::neighbours(cols, self.format.group_size.unwrap_or(cols))
-            }
-        }
-    }
-}
-
-/// Returns whether all groups of columns are -1, which compressed-tensors writes for groups of
-/// neighbouring columns.
-fn are_unset(indices: &[u32]) -> bool {
-    indices.iter().all(|&index| index == u32::MAX)
 }
 
 /// Reads the words of a tensor.
@@ -372,6 +405,20 @@ fn words(tensor: &StoredTensor<'_>) -> Vec<u32> {
     let mut bytes = vec![0; tensor.bytes.len()];
     tensor.bytes.read(0, &mut bytes);
     bytes.as_chunks().0.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect()
+}
+
+/// Reads the elements of a tensor of [`Encoding::I32`] or [`Encoding::I64`].
+fn integers(tensor: &StoredTensor<'_>) -> Vec<i64> {
+    let words = words(tensor);
+    match tensor.encoding {
+        Encoding::I32 => words.into_iter().map(|word| word.cast_signed().into()).collect(),
+        _ => {
+            let pairs = words.as_chunks().0.iter();
+            pairs
+                .map(|&[low, high]| (i64::from(high.cast_signed()) << 32) | i64::from(low))
+                .collect()
+        }
+    }
 }
 
 /// Returns the transpose of a matrix of this width.

@@ -181,17 +181,7 @@ impl StoredWeights {
     fn biases(&self, stack: &Stack, count: usize) -> Result<StoredTensor<'_>, ModelError> {
         let name = self.name_in_files(format!("{}_bias", stack.name));
         let expected = vec![count as u64, stack.rows as u64];
-        if !self.tensors.contains_key(&name) {
-            return Err(self.missing(name, expected));
-        }
-        let tensor = self.named(name, RowOrder::Halves)?;
-        if tensor.encoding == Encoding::F8E4m3 {
-            return Err(tensor.wrong_type("F32, F16 or BF16".into()));
-        }
-        if tensor.dims != expected {
-            return Err(tensor.wrong_shape(expected));
-        }
-        Ok(tensor)
+        self.float_tensor(name, &[expected])
     }
 }
 

@@ -6,7 +6,7 @@ use std::{
     path::Path,
 };
 
-use kernels::fp8::BlockScales;
+use kernels::{fp8::BlockScales, int4::ColumnGroups};
 
 use super::file::{CheckpointFile, FileIdentity, TensorBytes};
 use crate::{
@@ -36,6 +36,8 @@ pub(super) struct StoredWeights {
     scales: HashMap<String, MatrixScales>,
     /// How matrices in INT4 are stored, if there may be any.
     pub(super) int4: Option<Int4Format>,
+    /// Groups of the columns of every matrix in INT4, as checked when the files were opened.
+    pub(super) column_groups: HashMap<Weight, ColumnGroups>,
 }
 
 struct MatrixScales {
@@ -82,14 +84,14 @@ pub(crate) struct StoredTensor<'a> {
     pub bytes: TensorBytes<'a>,
     pub order: RowOrder,
     /// Scales of [`Encoding::Mxfp4`], and of [`Encoding::F8E4m3`] after
-    /// [`StoredWeights::read_scales`] has found them.
+    /// [`StoredWeights::read_quantization`] has found them.
     pub scales: Option<Scales<'a>>,
 }
 
 impl StoredWeights {
     pub(super) fn new(format: Format) -> Self {
         let (files, tensors, scales) = (Vec::new(), HashMap::new(), HashMap::new());
-        Self { format, files, tensors, scales, int4: None }
+        Self { format, files, tensors, scales, int4: None, column_groups: HashMap::new() }
     }
 
     /// Adds a file and returns its index.
@@ -274,8 +276,28 @@ impl StoredWeights {
         }
     }
 
-    /// Reads and checks the scales of all FP8 matrices, and what belongs to matrices in INT4.
-    pub(super) fn read_scales(
+    /// Returns a tensor of floats that has one of these shapes. Errors name the first.
+    pub(super) fn float_tensor(
+        &self,
+        name: String,
+        shapes: &[Vec<u64>],
+    ) -> Result<StoredTensor<'_>, ModelError> {
+        if !self.has(&name) {
+            return Err(self.missing(name, shapes[0].clone()));
+        }
+        let tensor = self.named(name, RowOrder::Halves)?;
+        if tensor.encoding == Encoding::F8E4m3 {
+            return Err(tensor.wrong_type("F32, F16 or BF16".into()));
+        }
+        if !shapes.contains(&tensor.dims) {
+            return Err(tensor.wrong_shape(shapes[0].clone()));
+        }
+        Ok(tensor)
+    }
+
+    /// Reads and checks the scales of all FP8 matrices, and scales and groups of all matrices in
+    /// INT4.
+    pub(super) fn read_quantization(
         &mut self,
         config: &ModelConfig,
         quantization: Option<Quantization>,
@@ -333,13 +355,7 @@ impl StoredWeights {
 
     /// Returns the scales of a tensor of the directory.
     fn scale_values(&self, name: String, shapes: &[Vec<u64>]) -> Result<Vec<f32>, ModelError> {
-        let tensor = self.named(name, RowOrder::Halves)?;
-        if tensor.encoding == Encoding::F8E4m3 {
-            return Err(tensor.wrong_type("F32, F16 or BF16".into()));
-        }
-        if !shapes.contains(&tensor.dims) {
-            return Err(tensor.wrong_shape(shapes[0].clone()));
-        }
+        let tensor = self.float_tensor(name, shapes)?;
         let values = tensor.values();
         match values.iter().position(|scale| !(scale.is_finite() && *scale >= 0.0)) {
             None => Ok(values),

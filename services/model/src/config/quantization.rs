@@ -50,6 +50,7 @@ pub(crate) enum Quantization {
 }
 
 impl Quantization {
+    /// Returns how matrices in INT4 are stored, if there may be any.
     pub(crate) fn int4(self) -> Option<Int4Format> {
         match self {
             Self::Int4(format) => Some(format),
@@ -66,14 +67,21 @@ pub(crate) struct Int4Format {
     pub group_size: Option<usize>,
 }
 
+impl Int4Format {
+    /// Returns the number of groups of a row.
+    pub(crate) fn group_count(self, cols: usize) -> usize {
+        self.group_size.map_or(1, |size| cols.div_ceil(size))
+    }
+}
+
 /// Tensors of a matrix in INT4, and the order of the numbers in them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Int4Packing {
     Gptq {
-        /// Difference of a zero point and its stored number.
-        zero_offset: u8,
+        /// Whether the file has the words of zero points less `0x1111_1111`.
+        is_v1: bool,
         /// Whether every matrix has a list of the groups of its columns.
-        is_reordered: bool,
+        desc_act: bool,
     },
     Awq,
     CompressedTensors {
@@ -122,7 +130,12 @@ fn fp8(fields: &Fields<'_>) -> Result<ScaleStrategy, ModelError> {
 
 fn gptq(fields: &Fields<'_>) -> Result<Int4Format, ModelError> {
     const FORMATS: [&str; 2] = ["gptq", "gptq_v2"];
-    fields.check_word("checkpoint_format", &FORMATS, "\"gptq\" or \"gptq_v2\"")?;
+    // Some versions of GPTQModel name the format by the second key.
+    let key = match fields.get::<String>("checkpoint_format")? {
+        Some(_) => "checkpoint_format",
+        None => "format",
+    };
+    fields.check_word(key, &FORMATS, "\"gptq\" or \"gptq_v2\"")?;
     fields.check_word("pack_dtype", &["int32"], "\"int32\"")?;
     // Entries that begin with "-:" name matrices that are not quantized.
     let dynamic = fields.get::<Map<String, Value>>("dynamic")?.unwrap_or_default();
@@ -130,10 +143,9 @@ fn gptq(fields: &Fields<'_>) -> Result<Int4Format, ModelError> {
         let supported = "patterns of matrices that are not quantized (\"-:\")";
         return Err(fields.unsupported("dynamic", format!("{pattern:?}"), supported));
     }
-    let is_v2 = fields.get::<String>("checkpoint_format")?.as_deref() == Some("gptq_v2");
     let packing = Int4Packing::Gptq {
-        zero_offset: if is_v2 { 0 } else { 1 },
-        is_reordered: fields.get("desc_act")?.unwrap_or(false),
+        is_v1: fields.get::<String>(key)?.as_deref() != Some("gptq_v2"),
+        desc_act: fields.get("desc_act")?.unwrap_or(false),
     };
     check_bits(fields)?;
     let group_size = group_size(fields, "group_size", fields.require("group_size")?)?;
@@ -222,6 +234,10 @@ fn compressed_tensors(fields: &Fields<'_>) -> Result<Quantization, ModelError> {
     if let Some(scheme) = fields.get::<Value>("kv_cache_scheme")? {
         let supported = "null: KV has the format of model.dtype";
         return Err(fields.unsupported("kv_cache_scheme", scheme.to_string(), supported));
+    }
+    let transform = fields.get::<Map<String, Value>>("transform_config")?.unwrap_or_default();
+    if let Some(key) = transform.keys().next() {
+        return Err(fields.unsupported("transform_config", format!("{key:?}"), "null or {}"));
     }
     let groups = fields.require::<BTreeMap<String, Group>>("config_groups")?;
     match fields.get::<String>("format")?.as_deref() {

@@ -13,10 +13,9 @@ use model::Checkpoint;
 
 use super::CudaExecutorError;
 
-/// Checks that there are kernels for the formats of the matrices.
-pub(super) fn check_formats(checkpoint: &Checkpoint) -> Result<(), CudaExecutorError> {
-    let (int4_elements, _) = checkpoint.int4_sizes(Shard::WHOLE);
-    if int4_elements > 0 {
+/// Checks that there are kernels on GPUs for the formats of the matrices.
+pub fn check_formats(checkpoint: &Checkpoint) -> Result<(), CudaExecutorError> {
+    if checkpoint.has_int4() {
         let what = "the format of the model's matrices";
         let allowed = "F32, F16, BF16, FP8 or MXFP4 on GPUs, or node.device = \"cpu\"";
         return Err(CudaError::Unsupported { what, value: "INT4".to_owned(), allowed }.into());
