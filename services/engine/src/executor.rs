@@ -176,7 +176,8 @@ pub trait WeightUpdate: Send + Sync {
     /// [`Executor::release_weights`]. Otherwise the executor runs steps meanwhile.
     fn is_in_place(&self) -> bool;
 
-    /// Packs the weights of the opened model at `path`, and blocks until they are complete.
+    /// Packs the weights of the opened model at `path`, and blocks until they are complete. On a
+    /// GPU, [`cuda::check_formats`] must accept the model.
     /// [`Executor::commit_weights`] then uses them.
     fn prepare(&self, path: &Path, checkpoint: &Checkpoint) -> Result<(), PrepareError>;
 

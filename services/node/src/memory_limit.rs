@@ -74,16 +74,17 @@ pub(crate) fn check(
     }
 }
 
-/// Rejects a second copy of the weights that exceeds the node's share of a memory limit, or the
-/// free memory.
+/// Rejects new weights of `bytes` beside those in use if they exceed the node's share of a memory
+/// limit, or the free memory.
 pub(crate) fn check_second_copy(
     share: Option<MemoryShare>,
     HostBytes { weights, kv }: HostBytes,
+    bytes: u64,
 ) -> Result<(), SettingsError> {
     // Ranks hold weights and KV in their own processes, so the memory that this process uses does
     // not include them.
-    check(share, weights.saturating_mul(2), kv)?;
-    check_more(share, weights)
+    check(share, weights.saturating_add(bytes), kv)?;
+    check_more(share, bytes)
 }
 
 /// Checks that the node's share of a memory limit and the machine have `bytes` of free memory.
@@ -195,14 +196,14 @@ mod tests {
         // This process uses almost nothing of the share.
         let share = |gib: u64| Some(MemoryShare { limit: gib * GIB, nodes_per_container: 1 });
         let bytes = HostBytes { weights: 1 << 20, kv: 1000 * GIB };
-        assert!(check_second_copy(share(1001), bytes).is_ok());
-        let error = check_second_copy(share(1000), bytes).unwrap_err().to_string();
+        assert!(check_second_copy(share(1001), bytes, 1 << 20).is_ok());
+        assert!(check_second_copy(share(1001), bytes, 2 * GIB).is_err(), "the copy is larger");
+        let error = check_second_copy(share(1000), bytes, 1 << 20).unwrap_err().to_string();
         assert!(error.starts_with("weights of 2 MiB and KV of 1024000 MiB exceed"), "{error}");
-        assert!(check_second_copy(None, bytes).is_ok(), "no limit");
+        assert!(check_second_copy(None, bytes, 1 << 20).is_ok(), "no limit");
         let on_gpu = HostBytes::default();
-        assert!(check_second_copy(share(1), on_gpu).is_ok());
-        let bytes = HostBytes { weights: 1 << 60, kv: 0 };
-        assert!(check_second_copy(None, bytes).is_err(), "the machine has less");
+        assert!(check_second_copy(share(1), on_gpu, 0).is_ok());
+        assert!(check_second_copy(None, on_gpu, 1 << 60).is_err(), "the machine has less");
     }
 
     #[test]

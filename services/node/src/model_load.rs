@@ -27,6 +27,7 @@ use crate::{
     settings::{self, BatchSizes, SettingsError},
     start_error::NodeStartError,
     tensor_parallel,
+    weights::CpuPacking,
 };
 
 /// Time-out of fetching and loading the model. `/live` answers meanwhile, so no probe ends a load
@@ -38,6 +39,8 @@ pub(crate) struct Loaded {
     pub path: PathBuf,
     pub model: ModelConfig,
     pub host_bytes: HostBytes,
+    /// `None`: on GPUs.
+    pub cpu: Option<CpuPacking>,
     pub arena: Arc<KvArena>,
     pub identity: ModelIdentity,
     pub defaults: Defaults,
@@ -183,7 +186,17 @@ fn load_weights(
         }
     };
     let is_gpu = matches!(traits.device, NodeDevice::Gpu { .. });
+    let cpu =
+        (!is_gpu).then(|| CpuPacking { weights, shard: settings::shard(&config.node, model, 0) });
     let host_bytes = host_bytes(&traits, tp, kv_bytes(layout, arena.block_count()));
+    if let Some(CpuPacking { shard, .. }) = cpu
+        && let dequantized @ 1.. = checkpoint.int4_sizes(shard).dequantized
+    {
+        info!(
+            dequantized,
+            "matrices in INT4 are dequantized: fused matrices have other formats or groups"
+        );
+    }
     let slots = executor.adapter_slots();
     let adapters = NodeAdapters::start(config, model, is_gpu, slots, host_bytes)?;
     let fingerprint = fingerprint()?;
@@ -208,6 +221,7 @@ fn load_weights(
         path: path.to_owned(),
         model: model.clone(),
         host_bytes,
+        cpu,
         arena,
         identity,
         defaults,

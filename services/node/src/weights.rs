@@ -30,6 +30,7 @@ use weight_transfer::{BeginError, CommitError, UpdateEnd, UpdateId, UpdateState,
 pub(crate) use self::{
     actor::{WeightActor, WeightSettings},
     peers::PeerCredentials,
+    receive::{CpuPacking, UpdateLimits},
     restore::LoadedModel,
 };
 use self::{

@@ -46,7 +46,9 @@ use crate::{
     start_error::NodeStartError,
     tiers::{OpenTiers, TierCopies, TierMetrics},
     transfer_metrics,
-    weights::{LoadedModel, PeerCredentials, WeightActor, WeightSettings, WeightsService},
+    weights::{
+        LoadedModel, PeerCredentials, UpdateLimits, WeightActor, WeightSettings, WeightsService,
+    },
 };
 
 /// Upper bound on the threads for token bitmasks. 64 bitmasks of JSON schemas take a few
@@ -213,8 +215,11 @@ impl CheckedSettings {
                 format: settings::load_format(config.model.load_format),
                 fingerprint: loaded.identity.model_fingerprint,
             },
-            host_bytes: loaded.host_bytes,
-            share: MemoryShare::of_node(config.node.nodes_per_container),
+            limits: UpdateLimits {
+                cpu: loaded.cpu,
+                host_bytes: loaded.host_bytes,
+                share: MemoryShare::of_node(config.node.nodes_per_container),
+            },
             update,
             inbox: inbox.clone(),
             credentials: PeerCredentials { secret: self.secret.clone(), tls: self.tls.clone() },

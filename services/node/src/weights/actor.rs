@@ -29,14 +29,12 @@ use super::{
     },
     copy::WeightFiles,
     peers::{PeerCredentials, UpdatePeer},
+    receive::UpdateLimits,
     restore::LoadedModel,
     standby::Standby,
     trainer::KeptTrainer,
 };
-use crate::{
-    inbox::EngineInbox,
-    memory_limit::{HostBytes, MemoryShare},
-};
+use crate::inbox::EngineInbox;
 
 /// Number of peers asked in a round; rounds rotate over all peers.
 const ASKED_MAX: usize = 8;
@@ -46,9 +44,7 @@ pub(crate) struct WeightSettings {
     pub model: ModelConfig,
     /// The weights to restore after an aborted update in place, unless an update was committed.
     pub loaded: LoadedModel,
-    /// Host memory in use. A second copy of the weights takes as much as the weights in use.
-    pub host_bytes: HostBytes,
-    pub share: Option<MemoryShare>,
+    pub limits: UpdateLimits,
     /// `None`: the device cannot change its weights.
     pub update: Option<Arc<dyn WeightUpdate>>,
     pub inbox: EngineInbox,
@@ -432,8 +428,7 @@ mod tests {
         Actor::new(WeightSettings {
             model,
             loaded,
-            host_bytes: HostBytes::default(),
-            share: None,
+            limits: UpdateLimits::default(),
             update: Some(Arc::new(device)),
             inbox,
             credentials: PeerCredentials { secret, tls: None },

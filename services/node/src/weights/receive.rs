@@ -7,7 +7,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use engine::executor::{PrepareError, WeightUpdate};
+use engine::{
+    defaults,
+    executor::{PrepareError, WeightUpdate, cuda::check_formats},
+};
+use kernels::{Shard, WeightFormat};
 use model::{Checkpoint, LoadFormat, ModelConfig, ModelError, StoredWeight};
 use tokio_util::sync::CancellationToken;
 use weight_transfer::{CHUNK_BYTES, ChunkDigest, Plan, PlanError, Tensor, WeightVersion};
@@ -44,12 +48,39 @@ pub(super) enum ReceiveError {
     Cancelled,
 }
 
+/// How the CPUs of a node pack weights.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CpuPacking {
+    pub weights: WeightFormat,
+    /// Shard of the first rank.
+    pub shard: Shard,
+}
+
+impl CpuPacking {
+    /// Returns the bytes of the packed weights of all ranks.
+    fn bytes(self, checkpoint: &Checkpoint) -> u64 {
+        let Self { weights, shard } = self;
+        shard.rank_count() as u64 * defaults::weight_bytes(checkpoint, shard, weights, false)
+    }
+}
+
+/// Device and memory of the node, which new weights must fit.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct UpdateLimits {
+    /// `None`: the node computes on GPUs.
+    pub cpu: Option<CpuPacking>,
+    /// Host memory in use.
+    pub host_bytes: HostBytes,
+    /// The node's share of host memory.
+    pub share: Option<MemoryShare>,
+}
+
 /// Prepares the weights at `path`, beside the weights in use or in place after `release`, and
-/// returns their version. A second copy must fit into the node's `share` of host memory beside
-/// `host_bytes`. Blocks. Stops early once `cancelled` is cancelled.
+/// returns their version. Nothing is released before the model was found to fit `limits`. Blocks.
+/// Stops early once `cancelled` is cancelled.
 pub(super) fn receive(
     path: &Path,
-    (model, host_bytes, share): (&ModelConfig, HostBytes, Option<MemoryShare>),
+    (model, limits): (&ModelConfig, UpdateLimits),
     update: &dyn WeightUpdate,
     release: &dyn Fn() -> Result<(), ReceiveError>,
     cancelled: &CancellationToken,
@@ -67,8 +98,15 @@ pub(super) fn receive(
         let path = path.display().to_string();
         return Err(ReceiveError::OtherModel { path, field, found, wanted });
     }
-    if !update.is_in_place() {
-        memory_limit::check_second_copy(share, host_bytes)?;
+    let UpdateLimits { cpu, host_bytes, share } = limits;
+    match cpu {
+        None => {
+            check_formats(&checkpoint).map_err(|error| PrepareError::Device(error.to_string()))?
+        }
+        Some(cpu) if !update.is_in_place() => {
+            memory_limit::check_second_copy(share, host_bytes, cpu.bytes(&checkpoint))?;
+        }
+        Some(_) => {}
     }
     let weights = checkpoint.stored_weights()?;
     let plan = plan(&weights)?;
@@ -171,25 +209,65 @@ mod tests {
         WeightFormat,
         cpu::{CpuBackend, CpuOptions, Isa},
     };
-    use model::{TransformerWeights, Weight};
-    use serde_json::{Map, json};
+    use model::{LayerWeight, TransformerWeights, Weight, WeightShape};
+    use serde_json::{Map, Value, json};
 
     use super::*;
 
     /// Writes a model with zeros as weights, and returns the file of the weights.
     fn write_model(folder: &Path) -> File {
+        write_tensors(folder, |_, _| None)
+    }
+
+    /// Writes a model as [`write_model`] does, but with the output projections of attention in
+    /// INT4.
+    fn write_int4(folder: &Path) {
+        write_tensors(folder, |weight, config| {
+            let WeightShape::Matrix { rows, cols } = weight.shape(config) else { return None };
+            matches!(weight, Weight::Layer(_, LayerWeight::AttentionOutput)).then(|| {
+                vec![
+                    ("qweight", "I32", [cols / 8, rows], 4),
+                    ("qzeros", "I32", [1, rows / 8], 4),
+                    ("scales", "F16", [1, rows], 2),
+                ]
+            })
+        });
+        let path = folder.join("config.json");
+        let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        config["quantization_config"] =
+            json!({"quant_method": "gptq", "bits": 4, "group_size": -1});
+        fs::write(path, config.to_string()).unwrap();
+    }
+
+    /// A tensor's last name, type, shape, and bytes of an element.
+    type TensorOf = (&'static str, &'static str, [usize; 2], usize);
+
+    /// Writes a model with zeros as weights, in bf16 or with the tensors that `stored` returns.
+    fn write_tensors(
+        folder: &Path,
+        stored: impl Fn(Weight, &ModelConfig) -> Option<Vec<TensorOf>>,
+    ) -> File {
         let config = Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("../model/tests/fixtures/tiny_llama3/config.json");
         fs::copy(&config, folder.join("config.json")).unwrap();
         let model = Checkpoint::open(&config, LoadFormat::Dummy { seed: 7 }).unwrap();
         let (mut header, mut end) = (Map::new(), 0);
         for weight in Weight::all(model.config()) {
-            let shape = weight.shape(model.config());
-            let begin = end;
-            end += 2 * shape.elements();
-            let entry =
-                json!({"dtype": "BF16", "shape": shape.dims(), "data_offsets": [begin, end]});
-            header.insert(weight.hugging_face_name(model.config()), entry);
+            let name = weight.hugging_face_name(model.config());
+            let dims = weight.shape(model.config()).dims();
+            let mut add = |name: String, dtype: &str, dims: Vec<u64>, bytes: u64| {
+                let begin = end;
+                end += bytes * dims.iter().product::<u64>();
+                let entry = json!({"dtype": dtype, "shape": dims, "data_offsets": [begin, end]});
+                header.insert(name, entry);
+            };
+            match stored(weight, model.config()) {
+                None => add(name, "BF16", dims, 2),
+                Some(tensors) => tensors.into_iter().for_each(|(last, dtype, dims, bytes)| {
+                    let name = name.replace("weight", last);
+                    add(name, dtype, dims.map(|len| len as u64).to_vec(), bytes as u64);
+                }),
+            }
         }
         let header = serde_json::to_vec(&header).unwrap();
         let mut file = File::create(folder.join("model.safetensors")).unwrap();
@@ -200,6 +278,21 @@ mod tests {
         // write as it is.
         file.set_modified(SystemTime::UNIX_EPOCH).unwrap();
         file
+    }
+
+    /// Device with memory for a second copy.
+    struct Shadow;
+
+    impl WeightUpdate for Shadow {
+        fn is_in_place(&self) -> bool {
+            false
+        }
+
+        fn prepare(&self, _: &Path, _: &Checkpoint) -> Result<(), PrepareError> {
+            Ok(())
+        }
+
+        fn discard(&self) {}
     }
 
     /// Device. If there is a file, it is written to while the device packs the weights.
@@ -249,12 +342,56 @@ mod tests {
         let cancelled = CancellationToken::new();
         let outcome = receive(
             folder.path(),
-            (model.config(), HostBytes::default(), None),
+            (model.config(), UpdateLimits::default()),
             &AbortedDevice(cancelled.clone()),
             &|| Ok(()),
             &cancelled,
         );
         assert!(matches!(outcome, Err(ReceiveError::Cancelled)));
+    }
+
+    #[test]
+    fn gpus_refuse_weights_in_int4_before_they_release_theirs() {
+        let folder = tempfile::tempdir().unwrap();
+        write_int4(folder.path());
+        let model = Checkpoint::open(folder.path(), LoadFormat::Auto).unwrap();
+        let receive = |cpu| {
+            let limits = UpdateLimits { cpu, ..UpdateLimits::default() };
+            let release = || match cpu {
+                Some(_) => Ok(()),
+                None => panic!("the weights in use are kept"),
+            };
+            let cancelled = CancellationToken::new();
+            receive(folder.path(), (model.config(), limits), &Device(None), &release, &cancelled)
+        };
+        let error = receive(None).unwrap_err().to_string();
+        assert!(error.contains("the format of the model's matrices is INT4"), "{error}");
+        receive(Some(CpuPacking { weights: WeightFormat::F32, shard: Shard::WHOLE })).unwrap();
+    }
+
+    #[test]
+    fn second_copy_has_the_size_of_the_new_weights() {
+        let (plain, int4) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        write_model(plain.path());
+        write_int4(int4.path());
+        let model = Checkpoint::open(plain.path(), LoadFormat::Auto).unwrap();
+        let cpu = CpuPacking { weights: WeightFormat::F32, shard: Shard::WHOLE };
+        let bytes = cpu.bytes(&model);
+        assert_eq!(bytes, 4 * model.config().parameter_count());
+        let small = cpu.bytes(&Checkpoint::open(int4.path(), LoadFormat::Auto).unwrap());
+        // Three matrices of 32 rows and 64 columns, with a group for each row.
+        assert_eq!(bytes - small, 3 * 32 * (64 * 4 - 64 / 2 - 5));
+        // The process may use 1 TiB, of which KV leaves the weights in use and the smaller copy.
+        let share = MemoryShare { limit: 1 << 40, nodes_per_container: 1 };
+        let host_bytes = HostBytes { weights: small, kv: (1 << 40) - 2 * small };
+        let limits = UpdateLimits { cpu: Some(cpu), host_bytes, share: Some(share) };
+        let receive = |folder: &Path| {
+            let cancelled = CancellationToken::new();
+            receive(folder, (model.config(), limits), &Shadow, &|| Ok(()), &cancelled)
+        };
+        receive(int4.path()).unwrap();
+        let error = receive(plain.path()).unwrap_err();
+        assert!(matches!(error, ReceiveError::Memory(_)), "{error}");
     }
 
     #[test]
@@ -267,7 +404,7 @@ mod tests {
             let (model, cancelled) = (model.config().clone(), CancellationToken::new());
             receive(
                 folder.path(),
-                (&model, HostBytes::default(), None),
+                (&model, UpdateLimits::default()),
                 &device,
                 &|| Ok(()),
                 &cancelled,

@@ -8,11 +8,13 @@ use tokio::runtime;
 use tokio_util::sync::CancellationToken;
 use weight_transfer::WeightVersion;
 
-use super::{copy::WeightFiles, engine::change_weights, receive::receive, standby::CANCELLED};
-use crate::{
-    inbox::EngineInbox,
-    memory_limit::{HostBytes, MemoryShare},
+use super::{
+    copy::WeightFiles,
+    engine::change_weights,
+    receive::{UpdateLimits, receive},
+    standby::CANCELLED,
 };
+use crate::inbox::EngineInbox;
 
 /// The model that the node loaded at its start.
 #[derive(Clone, Debug)]
@@ -33,7 +35,7 @@ pub(super) enum LostWeights {
 /// `cancelled` is cancelled.
 pub(super) fn restore(
     lost: LostWeights,
-    (model, host_bytes, share): (&ModelConfig, HostBytes, Option<MemoryShare>),
+    (model, limits): (&ModelConfig, UpdateLimits),
     update: &dyn WeightUpdate,
     inbox: &EngineInbox,
     cancelled: &CancellationToken,
@@ -56,8 +58,7 @@ pub(super) fn restore(
             (WeightVersion::LOADED, String::new())
         }
         LostWeights::Updated { version, label, source } => {
-            let received =
-                receive(&source.path, (model, host_bytes, share), update, &|| Ok(()), cancelled);
+            let received = receive(&source.path, (model, limits), update, &|| Ok(()), cancelled);
             let found = received.map_err(|error| error.to_string())?;
             if found != version {
                 let path = source.path.display();

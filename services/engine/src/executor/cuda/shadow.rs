@@ -19,7 +19,6 @@ use super::{
     super::{
         ChunkReceiver, DeclaredTensor, PrepareError, ReceivedWeights, TensorPiece, WeightUpdate,
     },
-    kernel_support::check_formats,
     scatter::Scatter,
 };
 
@@ -72,7 +71,6 @@ impl WeightUpdate for CudaShadow {
     }
 
     fn prepare(&self, _path: &Path, checkpoint: &Checkpoint) -> Result<(), PrepareError> {
-        check_formats(checkpoint).map_err(|error| PrepareError::Device(error.to_string()))?;
         self.discard();
         self.packer.begin().map_err(failed)?;
         let packed = TransformerWeights::pack(checkpoint, &self.packer, &mut |_| ());

@@ -13,7 +13,7 @@ use tokio::{runtime, sync::mpsc};
 use tokio_util::sync::CancellationToken;
 use weight_transfer::{ParticipantInput, UpdateEnd, UpdateId, UpdateState, WeightVersion};
 
-use super::{Actor, ActorTaskOutcome, Obtained, PreparedWeights, RunningUpdate, WeightSettings};
+use super::{Actor, ActorTaskOutcome, Obtained, PreparedWeights, RunningUpdate};
 use crate::{
     inbox::EngineInbox,
     weights::{
@@ -106,7 +106,7 @@ impl Actor {
         let RunningUpdate { begin, cancelled, .. } = running;
         tracing::info!(update = %id, label = begin.label, origin = ?begin.origin, "receiving weights");
         let (origin, cancelled) = (begin.origin.clone(), cancelled.clone());
-        let WeightSettings { host_bytes, share, .. } = self.settings;
+        let limits = self.settings.limits;
         let model = self.settings.model.clone();
         let release = {
             let (inbox, is_released) = (self.settings.inbox.clone(), self.released.clone());
@@ -139,7 +139,7 @@ impl Actor {
             };
             let prepare = move |update: &dyn WeightUpdate, cancelled: &CancellationToken| {
                 let version =
-                    receive(&source.path, (&model, host_bytes, share), update, &release, cancelled)
+                    receive(&source.path, (&model, limits), update, &release, cancelled)
                         .map_err(|error| error.to_string())?;
                 match expected.filter(|expected| *expected != version) {
                     Some(expected) => Err(format!(
@@ -229,7 +229,7 @@ impl Actor {
         let cancelled = CancellationToken::new();
         self.restoring = Some(cancelled.clone().drop_guard());
         let inbox = self.settings.inbox.clone();
-        let WeightSettings { host_bytes, share, .. } = self.settings;
+        let limits = self.settings.limits;
         let model = self.settings.model.clone();
         self.work.spawn(async move {
             let mut retry_after = RESTORE_RETRY_MIN;
@@ -241,7 +241,7 @@ impl Actor {
                 let (lost, model, inbox) = (lost.clone(), model.clone(), inbox.clone());
                 // The aborted update may still write: the weights have one owner at a time.
                 let restore = move |update: &dyn WeightUpdate, cancelled: &CancellationToken| {
-                    let settings = (&model, host_bytes, share);
+                    let settings = (&model, limits);
                     let outcome = restore(lost, settings, update, &inbox, cancelled);
                     outcome.inspect(|version| _ = changed.set(*version))
                 };
