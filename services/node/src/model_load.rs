@@ -189,13 +189,8 @@ fn load_weights(
     let cpu =
         (!is_gpu).then(|| CpuPacking { weights, shard: settings::shard(&config.node, model, 0) });
     let host_bytes = host_bytes(&traits, tp, kv_bytes(layout, arena.block_count()));
-    if let Some(CpuPacking { shard, .. }) = cpu
-        && let dequantized @ 1.. = checkpoint.int4_sizes(shard).dequantized
-    {
-        info!(
-            dequantized,
-            "matrices in INT4 are dequantized: fused matrices have other formats or groups"
-        );
+    if let Some(packing) = &cpu {
+        log_dequantized(checkpoint, packing);
     }
     let slots = executor.adapter_slots();
     let adapters = NodeAdapters::start(config, model, is_gpu, slots, host_bytes)?;
@@ -233,6 +228,17 @@ fn load_weights(
         sampling_version: if is_gpu && tp > 1 { 0 } else { SAMPLING_VERSION },
     };
     Ok((loaded, executor))
+}
+
+/// Logs how many matrices in INT4 do not stay packed.
+fn log_dequantized(checkpoint: &Checkpoint, packing: &CpuPacking) {
+    let dequantized = checkpoint.int4_sizes(packing.shard).dequantized;
+    if dequantized > 0 {
+        info!(
+            dequantized,
+            "matrices in INT4 are dequantized: parts of a fused matrix differ in format or groups"
+        );
+    }
 }
 
 /// Returns the number of KV blocks of a CPU node whose weights take `weights` bytes.

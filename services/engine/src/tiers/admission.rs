@@ -123,10 +123,9 @@ impl TierStores {
     }
 
     /// Records that a request has written the last of the blocks `hashes` of a sequence, or begins
-    /// after it.
-    /// [`count_written`](Self::count_written) offers the window before their end later, in the
-    /// groups that are not saved whole. The occurrence of the first `counted` blocks in the request
-    /// is counted. `continues`: the prompt of the request began with a hit.
+    /// after it. [`count_written`](Self::count_written) later offers the window before their end,
+    /// in the groups that are not saved whole. The occurrence of the first `counted` blocks in the
+    /// request is counted. `continues`: the prompt of the request began with a hit.
     pub(crate) fn window_written(&mut self, hashes: &[BlockHash], counted: usize, continues: bool) {
         let groups = self.groups_saved_whole().end..self.groups.count();
         let needed = |group| self.groups.first_needed(group, hashes.len() * BLOCK_TOKENS);
