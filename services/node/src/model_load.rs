@@ -189,9 +189,7 @@ fn load_weights(
     let cpu =
         (!is_gpu).then(|| CpuPacking { weights, shard: settings::shard(&config.node, model, 0) });
     let host_bytes = host_bytes(&traits, tp, kv_bytes(layout, arena.block_count()));
-    if let Some(packing) = &cpu {
-        log_dequantized(checkpoint, packing);
-    }
+    log_dequantized(checkpoint, cpu.as_ref());
     let slots = executor.adapter_slots();
     let adapters = NodeAdapters::start(config, model, is_gpu, slots, host_bytes)?;
     let fingerprint = fingerprint()?;
@@ -230,9 +228,9 @@ fn load_weights(
     Ok((loaded, executor))
 }
 
-/// Logs how many matrices in INT4 do not stay packed.
-fn log_dequantized(checkpoint: &Checkpoint, packing: &CpuPacking) {
-    let dequantized = checkpoint.int4_sizes(packing.shard).dequantized;
+/// Logs how many matrices in INT4 do not stay packed on a CPU.
+fn log_dequantized(checkpoint: &Checkpoint, cpu: Option<&CpuPacking>) {
+    let dequantized = cpu.map_or(0, |cpu| checkpoint.int4_sizes(cpu.shard).dequantized);
     if dequantized > 0 {
         info!(
             dequantized,
