@@ -5,6 +5,10 @@
 //! advance, for one sequence length. A sequence's block table has one entry per group for every 16
 //! tokens: entry `index · groups + group` is block `index` of a group. Entries behind the window of
 //! a group are [`NO_BLOCK`].
+//!
+//! A sequence of a model with recurrent layers has a state, which a step replaces by the state
+//! after its tokens. The state is in blocks of the same pool, and their entries come before all
+//! others in the block table. A table without tokens is empty.
 
 use std::{
     cmp::Reverse, collections::BTreeMap, fmt, iter, mem, num::NonZeroUsize, ops::Range, sync::Arc,
@@ -37,12 +41,16 @@ struct KvGroup {
 /// The KV groups of a model, at least one: groups without a window, then the others by decreasing
 /// window. All groups have the same number of layers.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct KvGroups(Arc<[KvGroup]>);
+pub struct KvGroups {
+    groups: Arc<[KvGroup]>,
+    /// Entries of the state in a block table.
+    state_entries: usize,
+}
 
 impl KvGroups {
     /// Returns the single group of a model that keeps the KV of all tokens.
     pub fn whole(layer_count: usize) -> Self {
-        Self([KvGroup { layers: (0..layer_count).collect(), window: None }].into())
+        Self::of([KvGroup { layers: (0..layer_count).collect(), window: None }])
     }
 
     /// Returns the groups of layers with these windows. The number of layers of every group is the
@@ -62,28 +70,47 @@ impl KvGroups {
         let groups = layers.iter().flat_map(|(&(_, window), layers)| {
             layers.chunks(size).map(move |layers| KvGroup { layers: layers.to_vec(), window })
         });
-        Self(groups.collect())
+        Self::of(groups)
+    }
+
+    fn of(groups: impl IntoIterator<Item = KvGroup>) -> Self {
+        Self { groups: groups.into_iter().collect(), state_entries: 0 }
+    }
+
+    /// Returns the groups of a model whose sequences have a state of this many blocks.
+    pub fn with_state_entries(self, state_entries: usize) -> Self {
+        Self { state_entries, ..self }
+    }
+
+    /// Returns the number of entries at the begin of a block table that are the state.
+    pub fn state_entries(&self) -> usize {
+        self.state_entries
+    }
+
+    /// Splits a block table into the entries of the state and those of the KV.
+    pub fn split<'a>(&self, table: &'a [BlockId]) -> (&'a [BlockId], &'a [BlockId]) {
+        table.split_at(self.state_entries.min(table.len()))
     }
 
     /// Returns the number of groups: the entries of a block table for every 16 tokens.
     pub fn count(&self) -> usize {
-        self.0.len()
+        self.groups.len()
     }
 
     /// Returns the tokens that a token attends to in each group, itself included, if bounded.
     pub fn windows(&self) -> impl Iterator<Item = Option<NonZeroUsize>> {
-        self.0.iter().map(|group| group.window)
+        self.groups.iter().map(|group| group.window)
     }
 
     /// Returns the layout of a block of one group. `whole` is the layout with all layers.
     pub fn block_layout(&self, whole: KvLayout) -> KvLayout {
-        KvLayout { layer_count: self.0[0].layers.len(), ..whole }
+        KvLayout { layer_count: self.groups[0].layers.len(), ..whole }
     }
 
     /// Returns each layer's group, and the layer's index in the blocks of this group.
     pub fn places(&self) -> Vec<(usize, usize)> {
-        let mut places = vec![(0, 0); self.0.iter().map(|group| group.layers.len()).sum()];
-        for (number, group) in self.0.iter().enumerate() {
+        let mut places = vec![(0, 0); self.groups.iter().map(|group| group.layers.len()).sum()];
+        for (number, group) in self.groups.iter().enumerate() {
             for (index, &layer) in group.layers.iter().enumerate() {
                 places[layer] = (number, index);
             }
@@ -97,13 +124,23 @@ impl KvGroups {
     }
 
     /// Returns the index of a block in its group, and the group, of an entry of a block table.
+    ///
+    /// # Panics
+    /// When the entry is of the state.
     pub fn place(&self, entry: usize) -> (usize, usize) {
+        let entry = entry.checked_sub(self.state_entries).expect("the entry is of the KV");
         (entry / self.count(), entry % self.count())
+    }
+
+    /// Returns the entries of blocks `indices` of every group.
+    pub fn entries_of(&self, indices: Range<usize>) -> Range<usize> {
+        let [start, end] = [indices.start, indices.end].map(|it| it * self.count());
+        self.state_entries + start..self.state_entries + end
     }
 
     /// Returns the tokens that a token attends to in a group, itself included, if bounded.
     pub(crate) fn window(&self, group: usize) -> Option<NonZeroUsize> {
-        self.0[group].window
+        self.groups[group].window
     }
 
     /// Returns the index of a group's first block to which a token at position `computed` or later
@@ -123,16 +160,18 @@ impl KvGroups {
     /// Returns the entries of a block table to which a token at position `computed` or later
     /// attends, among the entries of the blocks `indices` of every group.
     pub fn needed(&self, computed: usize, indices: Range<usize>) -> impl Iterator<Item = usize> {
-        let (groups, count) = (self.clone(), self.count());
-        let entries = indices.start * count..indices.end * count;
+        let (groups, entries) = (self.clone(), self.entries_of(indices));
         entries.filter(move |entry| groups.is_needed(*entry, computed))
     }
 
     /// Returns the entries of the block table of a prompt of `len` tokens that a prefill node sends,
     /// among the entries of the blocks `indices` of every group. The next token or an equal prompt
-    /// that begins with a hit of [`hit_blocks`] attends to these entries.
+    /// that begins with a hit of [`hit_blocks`] attends to these entries. The state after the prompt
+    /// follows its last block.
     pub fn sent(&self, len: usize, indices: Range<usize>) -> impl Iterator<Item = usize> {
-        self.needed(hit_blocks(len) * BLOCK_TOKENS, indices)
+        let is_whole = indices.end >= len.div_ceil(BLOCK_TOKENS);
+        let state = 0..if is_whole { self.state_entries } else { 0 };
+        self.needed(hit_blocks(len) * BLOCK_TOKENS, indices).chain(state)
     }
 
     /// Replaces by [`NO_BLOCK`] every entry to which no token at position `computed` or later
@@ -144,10 +183,11 @@ impl KvGroups {
         mut removed: impl FnMut(BlockId),
     ) {
         for group in 0..self.count() {
-            let first = self.first_needed(group, computed).min(table.len() / self.count());
+            let first = self.first_needed(group, computed).min(self.blocks(table.len()));
             // All entries before an entry without a block have no block either.
             for index in (0..first).rev() {
-                match mem::replace(&mut table[index * self.count() + group], NO_BLOCK) {
+                let entry = self.entries_of(index..index).start + group;
+                match mem::replace(&mut table[entry], NO_BLOCK) {
                     NO_BLOCK => break,
                     block => removed(block),
                 }
@@ -157,12 +197,20 @@ impl KvGroups {
 
     /// Returns the number of table entries for `tokens` tokens.
     pub fn entries(&self, tokens: usize) -> usize {
-        tokens.div_ceil(BLOCK_TOKENS) * self.count()
+        match tokens.div_ceil(BLOCK_TOKENS) {
+            0 => 0,
+            blocks => self.entries_of(0..blocks).end,
+        }
+    }
+
+    /// Returns the number of blocks of each group in a block table of `entries` entries.
+    pub fn blocks(&self, entries: usize) -> usize {
+        entries.saturating_sub(self.state_entries) / self.count()
     }
 
     /// Returns the number of tokens that a block table of `entries` entries covers.
     pub fn tokens(&self, entries: usize) -> usize {
-        entries / self.count() * BLOCK_TOKENS
+        self.blocks(entries) * BLOCK_TOKENS
     }
 
     /// Returns the description that nodes compare during the handshake: the block layout and,
@@ -185,7 +233,7 @@ impl Default for KvGroups {
 impl fmt::Display for KvGroups {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = |group: &KvGroup| group.window.map_or("all".into(), |it| it.to_string());
-        match &*self.0 {
+        match &*self.groups {
             [KvGroup { window: None, .. }] => Ok(()),
             [group] => write!(f, " window={}", name(group)),
             groups => {
@@ -269,7 +317,7 @@ mod tests {
             for (layer, &(group, index)) in groups.places().iter().enumerate() {
                 prop_assert!(index < size);
                 prop_assert!(!std::mem::replace(&mut seen[group * size + index], true));
-                let window = groups.0[group].window;
+                let window = groups.groups[group].window;
                 prop_assert!(is_whole || window == NonZeroUsize::new(tokens[layer]));
             }
             let others = KvGroups::of_windows(&windows(&other));
@@ -292,7 +340,7 @@ mod tests {
             let blocks = computed.div_ceil(BLOCK_TOKENS);
             let needed: Vec<_> = groups.needed(computed, 0..blocks).collect();
             for position in 0..blocks * BLOCK_TOKENS {
-                for (number, group) in groups.0.iter().enumerate() {
+                for (number, group) in groups.groups.iter().enumerate() {
                     let window = group.window.map_or(usize::MAX, NonZeroUsize::get);
                     let block = position / BLOCK_TOKENS;
                     let last = (block + 1) * BLOCK_TOKENS - 1;

@@ -19,7 +19,7 @@ pub(crate) struct KvBlocks {
     pub(crate) cache: PrefixCache,
     pub(crate) groups: KvGroups,
     /// Whether the prefix cache is used; if false, it stays empty.
-    caching: bool,
+    pub(crate) caching: bool,
     /// Scratch memory of allocations.
     evicted: Vec<BlockId>,
 }

@@ -136,12 +136,18 @@ impl Scheduler {
         })
     }
 
-    /// Sets the KV groups. By default one group keeps the KV of all tokens.
+    /// Sets the KV groups. By default one group keeps the KV of all tokens. With a state there are no
+    /// cached prefixes.
     ///
     /// # Panics
-    /// When the tiers are on: they need the groups.
+    /// When the tiers are on: they need the groups. With a state, when rows may have draft tokens: the
+    /// state after a rejected token cannot be undone.
     pub fn with_kv_groups(mut self, groups: KvGroups) -> Self {
         assert!(self.tiers.is_none(), "the KV groups are set before the tiers");
+        if groups.state_entries() > 0 {
+            assert_eq!(self.config.limits.speculation, None, "a state after draft tokens");
+            self.kv.caching = false;
+        }
         self.kv.groups = groups;
         self
     }

@@ -235,6 +235,7 @@ proptest! {
         groups in common::kv_groups(),
         events in prop::collection::vec(event(), 1..120),
     ) {
+        let drafts = drafts.filter(|_| groups.state_entries() == 0);
         let speculation = drafts.map(|(row_drafts, step_tokens)| speculation(row_drafts, step_tokens));
         let limits = ExecutorLimits { speculation, ..limits(slots, step_tokens, blocks, depth) };
         let itl = itl_max.map(|itl_max| ItlLimit {
@@ -262,11 +263,12 @@ proptest! {
         } else {
             config
         };
-        let blocks_min = 7 * groups.count() as u32;
+        let blocks_min = (7 * groups.count() + 3 * groups.state_entries()) as u32;
         let config = SchedulerConfig {
             limits: ExecutorLimits { blocks: blocks.max(blocks_min), ..limits },
             ..config
         };
+        let tiers = tiers.filter(|_| groups.state_entries() == 0);
         let host_slots = tiers.map_or(0, |(_, host_slots, ..)| host_slots);
         let tiers = tiers.map(|(disk_slots, host_slots, always, timeout_ms)| TierConfig {
             admission: if always { TierAdmission::Always } else { TierAdmission::SecondTouch },

@@ -83,6 +83,12 @@ impl OpenTiers {
             warn!("the node serves without tiers: node.prefix_cache = false; expected true");
             return None;
         }
+        if groups.state_entries() > 0 {
+            warn!(
+                "the node serves without tiers: they keep no states, and the model has recurrent layers"
+            );
+            return None;
+        }
         let pin_limits = PinLimits::of_node(config.node.nodes_per_container);
         let limit = pin_limits.share().map(MemoryShare::bytes);
         let host = open_host(tier.host_memory.bytes(), limit, arena);

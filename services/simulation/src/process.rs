@@ -150,7 +150,7 @@ impl Process {
         let (tokens_max, groups) = (plan.longest_sequence(), &model.kv_groups);
         let scheduler_config = plan.scheduler_of(groups);
         let limits = scheduler_config.limits;
-        let tier_plan = plan.tiers;
+        let tier_plan = plan.tiers.filter(|_| groups.state_entries() == 0);
         let (fingerprint, format) = (model.fingerprint, WeightFormat::F32);
         let identity = identity::model_identity(fingerprint, format, KV_LAYOUT, groups);
         assert_eq!(KV_LAYOUT.block_bytes(), BLOCK_BYTES);

@@ -390,8 +390,9 @@ fn models(random: &mut Random, seed: u64) -> Vec<ModelPlan> {
     (0..count).map(model).collect()
 }
 
-/// Returns the KV groups of a model: for half of the seeds one group without a window. `seed` is
-/// for the groups alone, so that they do not change the other random numbers of a scenario.
+/// Returns the KV groups of a model: for half of the seeds one group without a window, for a sixth
+/// with a state. `seed` is for the groups alone, so that they do not change the other random
+/// numbers of a scenario.
 fn kv_groups(seed: u64) -> KvGroups {
     let mut random = Random::new(seed);
     let list = random.below(6);
@@ -402,7 +403,8 @@ fn kv_groups(seed: u64) -> KvGroups {
         2 => vec![window(), window(), None],
         _ => vec![None],
     };
-    KvGroups::of_windows(&windows)
+    let state_entries = if list == 3 { random.within(1..=4) as usize } else { 0 };
+    KvGroups::of_windows(&windows).with_state_entries(state_entries)
 }
 
 /// Returns whether every request completes despite the fault: another decode node is up, or the
@@ -450,10 +452,14 @@ fn spares_decode_nodes(fault: &Fault, nodes: &[NodePlan]) -> bool {
 }
 
 impl NodePlan {
-    /// Returns the scheduler's limits with the plan's number of blocks for each KV group.
+    /// Returns the scheduler's limits with the plan's number of blocks for each KV group, and the
+    /// blocks of a state. With a state no row has draft tokens.
     pub(crate) fn scheduler_of(&self, groups: &KvGroups) -> SchedulerConfig {
         let blocks = self.scheduler.limits.blocks * groups.count() as u32;
-        let limits = ExecutorLimits { blocks, ..self.scheduler.limits };
+        let blocks = blocks + groups.state_entries() as u32;
+        let speculation = self.scheduler.limits.speculation;
+        let speculation = speculation.filter(|_| groups.state_entries() == 0);
+        let limits = ExecutorLimits { blocks, speculation, ..self.scheduler.limits };
         SchedulerConfig { limits, ..self.scheduler }
     }
 

@@ -8,7 +8,7 @@ use std::{
     time::Instant,
 };
 
-use engine::executor::sim::{SimArena, SimBlock, kv_of};
+use engine::executor::sim::{SimArena, SimBlock, block_after, kv_of};
 use kernels::{BLOCK_TOKENS, BlockId, KvGroups};
 use kv_transfer::{
     TransferKind,
@@ -218,12 +218,12 @@ impl SimTransport {
         let prompt = &self.prompts[&transfer];
         let mut sent = self.groups.sent(prompt.len(), 0..prompt.len().div_ceil(BLOCK_TOKENS));
         let entry = sent.nth(number as usize).expect("in the prompt");
-        let index = entry / self.groups.count();
-        let expected = prompt.chunks(BLOCK_TOKENS).nth(index).expect("in the prompt");
+        let expected = block_after(&self.groups, entry, prompt);
+        let written = expected.iter().position(|kv| *kv == 0).unwrap_or(BLOCK_TOKENS);
         assert_eq!(
-            contents[..expected.len()],
-            *expected,
-            "{}: block {index} of {transfer} {what} with other contents",
+            contents[..written],
+            expected[..written],
+            "{}: entry {entry} of {transfer} {what} with other contents",
             self.name
         );
     }

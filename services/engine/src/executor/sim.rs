@@ -91,6 +91,24 @@ pub fn kv_of(tokens: &[u32], weight_version: u64) -> Vec<u64> {
     fingerprints(tokens).into_iter().map(|kv| kv ^ salt).collect()
 }
 
+/// Returns what the block of this entry of a block table holds after tokens with the KV `kv`. A KV
+/// block may have further positions.
+pub fn block_after(groups: &KvGroups, entry: usize, kv: &[u64]) -> SimBlock {
+    if entry < groups.state_entries() {
+        return state_after(entry, kv.last().copied().unwrap_or(0));
+    }
+    let first = groups.place(entry).0 * BLOCK_TOKENS;
+    let mut block = [0; BLOCK_TOKENS];
+    let kv = &kv[first..kv.len().min(first + BLOCK_TOKENS)];
+    block[..kv.len()].copy_from_slice(kv);
+    block
+}
+
+/// Returns the contents of a block of the state after a token with this KV.
+fn state_after(entry: usize, kv: u64) -> SimBlock {
+    std::array::from_fn(|position| mix(kv ^ (entry * BLOCK_TOKENS + position) as u64))
+}
+
 /// Returns the salt of the fingerprints: 0 for the weights of the start, otherwise an even number,
 /// so that KV is never 0.
 fn salt(weight_version: u64) -> u64 {
@@ -221,7 +239,7 @@ impl SimExecutor {
     }
 
     /// Sets the KV groups. Each group has the KV of a position in a block of its own, and no step
-    /// reads the blocks behind its window.
+    /// reads the blocks behind its window. A state is the KV of its last token.
     pub fn with_kv_groups(self, kv_groups: KvGroups) -> Self {
         Self { batch: self.batch.with_kv_groups(kv_groups.clone()), kv_groups, ..self }
     }
@@ -286,16 +304,18 @@ impl SimExecutor {
         let mut writers = HashMap::new();
         for row in scheduled {
             let table = &self.batch.row(row.slot).blocks;
-            let written = row.start / BLOCK_TOKENS * self.kv_groups.count();
-            for &block in &table[written..self.kv_groups.entries(row.end())] {
+            let written = row.start / BLOCK_TOKENS..row.end().div_ceil(BLOCK_TOKENS);
+            let (state, _) = self.kv_groups.split(table);
+            for &block in state.iter().chain(&table[self.kv_groups.entries_of(written)]) {
                 if writers.insert(block, row.slot).is_some() {
                     return Err(format!("block {} is written twice in one step", block.0));
                 }
             }
         }
         for (slot, row) in self.batch.rows() {
-            let blocks = row.blocks.len() / self.kv_groups.count();
-            for entry in self.kv_groups.needed(row.position, 0..blocks) {
+            let blocks = self.kv_groups.blocks(row.blocks.len());
+            let state = 0..self.kv_groups.split(&row.blocks).0.len();
+            for entry in state.chain(self.kv_groups.needed(row.position, 0..blocks)) {
                 let block = row.blocks[entry];
                 if writers.get(&block).is_some_and(|&writer| writer != slot) {
                     return Err(format!(
@@ -318,7 +338,7 @@ impl SimExecutor {
         let blocks = 0..row.start.div_ceil(BLOCK_TOKENS);
         let entries = self.kv_groups.needed(row.start, blocks);
         let reads = entries.flat_map(|entry| {
-            let first = entry / self.kv_groups.count() * BLOCK_TOKENS;
+            let first = self.kv_groups.place(entry).0 * BLOCK_TOKENS;
             (first..row.start.min(first + BLOCK_TOKENS)).map(move |position| (position, entry))
         });
         for (position, entry) in reads {
@@ -335,6 +355,19 @@ impl SimExecutor {
                 ));
             }
         }
+        let Some(last) = row.start.checked_sub(1) else { return Ok(()) };
+        let kept = kept.iter().find(|(end, _)| last < *end);
+        let weight_version = kept.map_or(self.weight_version, |(_, version)| *version);
+        let kv = history[last] ^ salt(weight_version);
+        for (entry, block) in self.kv_groups.split(table).0.iter().enumerate() {
+            if arena[block.index()] != state_after(entry, kv) {
+                return Err(format!(
+                    "slot {} reads block {entry} of the state after token {last} from block {}, \
+                     which holds something else",
+                    row.slot.0, block.0
+                ));
+            }
+        }
         Ok(())
     }
 
@@ -342,11 +375,14 @@ impl SimExecutor {
         let table = &self.batch.row(row.slot).blocks;
         let history = &self.histories[row.slot.0 as usize];
         let mut arena = self.arena.lock();
-        let count = self.kv_groups.count();
         for position in row.start..row.end() {
             let kv = history[position] ^ salt(self.weight_version);
-            for block in &table[position / BLOCK_TOKENS * count..][..count] {
+            let index = position / BLOCK_TOKENS;
+            for block in &table[self.kv_groups.entries_of(index..index + 1)] {
                 arena[block.index()][position % BLOCK_TOKENS] = kv;
+            }
+            for (entry, block) in self.kv_groups.split(table).0.iter().enumerate() {
+                arena[block.index()] = state_after(entry, kv);
             }
         }
     }

@@ -170,7 +170,7 @@ impl Scheduler {
             unreachable!("a sequence with an incoming transfer is reserved");
         };
         let (mut blocks, computed) = (prefix.clone(), sequence.tokens.len());
-        let first = prefix.len() / self.kv.groups.count();
+        let first = self.kv.groups.blocks(prefix.len());
         blocks.resize(self.kv.groups.entries(computed), NO_BLOCK);
         let entries = self.kv.groups.sent(computed, first..computed.div_ceil(BLOCK_TOKENS));
         entries.zip(reserved).for_each(|(entry, block)| blocks[entry] = block);
@@ -278,7 +278,7 @@ impl Scheduler {
         let (sequence, groups) = (&self.sequences[id], &self.kv.groups);
         let (len, is_received) = (sequence.tokens.len(), sequence.kind == SequenceKind::Receive);
         let rest = |cached: usize| match is_received && !is_prefilled_here(len, groups, cached) {
-            true => groups.sent(len, cached / groups.count()..len.div_ceil(BLOCK_TOKENS)).count(),
+            true => groups.sent(len, groups.blocks(cached)..len.div_ceil(BLOCK_TOKENS)).count(),
             false => groups.entries(len) - cached,
         };
         let (chain, tokens) = (&sequence.chain, sequence.cacheable_tokens());

@@ -22,8 +22,12 @@ use crate::{
 impl Scheduler {
     /// Turns the tiers on. Without them the scheduler emits no [`Action::Save`] and no
     /// [`Action::Load`].
+    ///
+    /// # Panics
+    /// When sequences have a state, which the tiers do not keep.
     pub fn with_tiers(mut self, config: TierConfig, now: Instant) -> Self {
         let groups = self.kv.groups.clone();
+        assert_eq!(groups.state_entries(), 0, "tiers keep no states");
         self.tiers = Some(TierStores::new(config, groups, self.config.limits.blocks, now));
         self.sessions = config.sessions.then(SequenceSessions::default);
         self
@@ -138,7 +142,7 @@ impl Scheduler {
         let Some(tiers) = &mut self.tiers else { return Some(prefix) };
         let sequence = self.sequences.known_mut(id);
         let (groups, held) = (self.kv.groups.clone(), prefix.len());
-        let (resident, len) = (held / groups.count(), sequence.tokens.len());
+        let (resident, len) = (groups.blocks(held), sequence.tokens.len());
         let keys = &sequence.chain.hashes()[resident..hit_blocks(len).max(resident)];
         // A load reserves blocks for all tokens. A decode node that receives the KV needs fewer.
         let rest = self.kv.entries(len) - held as u32;
@@ -192,7 +196,7 @@ impl Scheduler {
             _ => return self.kv.cancel_reservation(&load.blocks, id),
         };
         let (groups, held) = (self.kv.groups.clone(), prefix.len());
-        let resident = held / groups.count();
+        let resident = groups.blocks(held);
         let needed = |end: usize| groups.needed(end * BLOCK_TOKENS, resident..end);
         let end = match intact == needed(resident + count).count() {
             true => resident + count,
@@ -272,7 +276,7 @@ impl Scheduler {
             SequencePhase::Ready(table) => &table.blocks,
             _ => &[],
         };
-        let covered = table.len() / self.kv.groups.count();
+        let covered = self.kv.groups.blocks(table.len());
         let blocks = &blocks_of(table).collect::<Vec<_>>();
         let share = blocks.len() as f32 / self.config.limits.blocks as f32;
         let cost = (tiers.restore_time(covered, blocks.len()), share);
@@ -333,8 +337,7 @@ pub(super) fn publish(
     if !sequence.is_published() {
         return;
     }
-    let count = kv.groups.count();
-    let blocks = &table[index * count..][..count];
+    let blocks = &table[kv.groups.entries_of(index..index + 1)];
     for (group, &block) in blocks.iter().enumerate().filter(|(_, block)| **block != NO_BLOCK) {
         kv.publish(&sequence.chain, &sequence.tokens, (index, group), block);
     }

@@ -44,7 +44,7 @@ impl Scheduler {
                     assert!(row.length <= sequence.length_here());
                     assert!(sequence.tokens.len() <= row.length);
                     assert!(row.launched <= self.kv.groups.tokens(row.blocks.len()));
-                    let blocks = row.blocks.len() / self.kv.groups.count();
+                    let blocks = self.kv.groups.blocks(row.blocks.len());
                     for entry in self.kv.groups.needed(row.computed, 0..blocks) {
                         assert_ne!(row.blocks[entry], NO_BLOCK, "entry {entry} is needed");
                     }

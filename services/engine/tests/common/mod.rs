@@ -66,13 +66,16 @@ pub(crate) fn sim(limits: ExecutorLimits, start: Instant) -> SimExecutor {
     SimExecutor::new(limits, CostModel::default(), start)
 }
 
-/// Returns KV groups of layers with and without windows, often a single one.
+/// Returns KV groups of layers with and without windows, often a single one, and with or without a
+/// state.
 pub(crate) fn kv_groups() -> impl Strategy<Value = KvGroups> {
     let windows = prop::collection::vec(prop_oneof![Just(0), 2..80usize], 1..4);
     let windows =
         prop_oneof![2 => Just(vec![0]), 1 => (2..80usize).prop_map(|it| vec![it]), 2 => windows];
-    windows.prop_map(|windows| {
+    let state_entries = prop_oneof![3 => Just(0), 1 => 1..5usize];
+    (windows, state_entries).prop_map(|(windows, state_entries)| {
         KvGroups::of_windows(&windows.into_iter().map(NonZeroUsize::new).collect::<Vec<_>>())
+            .with_state_entries(state_entries)
     })
 }
 

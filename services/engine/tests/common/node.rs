@@ -17,7 +17,7 @@ use engine::{
     },
     executor::{
         Executor,
-        sim::{SimArena, SimExecutor, fingerprints},
+        sim::{SimArena, SimExecutor, block_after, fingerprints},
     },
     tiers::{RecoveredBlock, Tier, TierConfig, TierEvent, TierStats},
 };
@@ -224,12 +224,9 @@ impl Node {
         let tracked = self.sequences.get_mut(&id).expect("a known id");
         let Some(Transfer::Incoming { first_block, blocks }) = &tracked.transfer else { return };
         let kv = fingerprints(&tracked.new.tokens);
-        let indices = sent(&self.groups, tracked.new.tokens.len());
-        for (block, index) in blocks.iter().zip(&indices[*first_block as usize..]) {
-            let kv = kv.chunks(BLOCK_TOKENS).nth(*index).expect("in the prompt");
-            let mut contents = [0; BLOCK_TOKENS];
-            contents[..kv.len()].copy_from_slice(kv);
-            self.arena.write(*block, contents);
+        let entries = sent(&self.groups, tracked.new.tokens.len());
+        for (block, entry) in blocks.iter().zip(&entries[*first_block as usize..]) {
+            self.arena.write(*block, block_after(&self.groups, *entry, &kv));
         }
         tracked.transfer = None;
         let first_index = tracked.new.tokens.len() as u32 - tracked.new.prompt_len;
@@ -439,18 +436,19 @@ impl Node {
             let Some(Transfer::Outgoing { handed_over, .. }) = &tracked.transfer else { continue };
             let tokens = &tracked.new.tokens;
             let kv = kv.entry(tokens).or_insert_with(|| fingerprints(tokens));
-            let indices = sent(&self.groups, tokens.len());
+            let entries = sent(&self.groups, tokens.len());
             for (&number, &block) in handed_over {
-                let index = indices[number as usize];
-                let expected = kv.chunks(BLOCK_TOKENS).nth(index).expect("in the prompt");
-                let contents = self.arena.read(block);
-                assert_eq!(contents[..expected.len()], *expected, "{id:?} block {index}");
+                let entry = entries[number as usize];
+                let (expected, found) =
+                    (block_after(&self.groups, entry, kv), self.arena.read(block));
+                let written = expected.iter().position(|kv| *kv == 0).unwrap_or(BLOCK_TOKENS);
+                assert_eq!(found[..written], expected[..written], "{id:?} entry {entry}");
             }
         }
     }
 }
 
-/// Returns the index in its group of each block that a transfer of a prompt of `len` tokens sends.
+/// Returns the entries of the block table that a transfer of a prompt of `len` tokens sends.
 fn sent(groups: &KvGroups, len: usize) -> Vec<usize> {
-    groups.sent(len, 0..len.div_ceil(BLOCK_TOKENS)).map(|entry| groups.place(entry).0).collect()
+    groups.sent(len, 0..len.div_ceil(BLOCK_TOKENS)).collect()
 }
