@@ -31,6 +31,34 @@ unsafe impl Element for u8 {
     const FORMAT: KvFormat = KvFormat::Fp8;
 }
 
+impl KvArena {
+    /// Copies some of the arena's heads of a block to another block.
+    ///
+    /// # Panics
+    /// When the blocks are not in host memory, they are one block, or the arena does not have these
+    /// heads.
+    pub fn copy_heads(
+        self: &Arc<Self>,
+        heads: Range<usize>,
+        (from, to): (BlockId, BlockId),
+    ) -> Result<(), ArenaError> {
+        assert_ne!(from, to, "a block is copied to another one");
+        let (layout, bytes) = (self.layout, heads.len() * self.layout.head_bytes());
+        let _access = StepAccess::acquire_heads(self, heads.clone(), &[from], &[to])?;
+        let [from, to] = [from, to].map(|block| self.block_ptr(block));
+        for layer in 0..layout.layer_count {
+            for half in [KvHalf::Key, KvHalf::Value] {
+                let offset = layout.head_offset(layer, half, heads.start);
+                // SAFETY: the access borrows both blocks, which are in range and not the same. It
+                // checked the heads, whose bytes are one range inside each block for every layer
+                // and half.
+                unsafe { to.add(offset).copy_from_nonoverlapping(from.add(offset), bytes) };
+            }
+        }
+        Ok(())
+    }
+}
+
 /// Index of a block among the blocks that a [`StepAccess`] holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeldBlock(u32);
@@ -313,6 +341,30 @@ mod tests {
         drop(access);
         for id in 0..8 {
             assert_eq!(arena.pins(BlockId(id)).unwrap(), 0);
+        }
+    }
+
+    #[test]
+    fn heads_are_copied_from_block_to_block() {
+        for format in [KvFormat::F32, KvFormat::Bf16, KvFormat::Fp8] {
+            let layout = KvLayout { layer_count: 3, kv_head_count: 4, head_dim: 2, format };
+            let arena = KvArena::host(layout, 3).unwrap();
+            let bytes: Vec<u8> = (0..layout.block_bytes()).map(|at| at as u8 | 1).collect();
+            arena.write(BlockId(1)).unwrap().copy_from_host(&bytes).unwrap();
+            arena.copy_heads(1..3, (BlockId(1), BlockId(2))).unwrap();
+            let mut copy = vec![0; bytes.len()];
+            arena.read(BlockId(2)).unwrap().copy_to_host(&mut copy).unwrap();
+            let expected: Vec<u8> = bytes
+                .chunks(layout.head_bytes())
+                .enumerate()
+                .flat_map(|(head, bytes)| {
+                    let is_copied = (1..3).contains(&(head % 4));
+                    bytes.iter().map(move |byte| if is_copied { *byte } else { 0 })
+                })
+                .collect();
+            assert_eq!(copy, expected, "{format}");
+            let _reader = arena.read(BlockId(2)).unwrap();
+            assert!(arena.copy_heads(0..4, (BlockId(1), BlockId(2))).is_err());
         }
     }
 

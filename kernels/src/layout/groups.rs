@@ -78,7 +78,12 @@ impl KvGroups {
     }
 
     /// Returns the groups of a model whose sequences have a state of this many blocks.
+    ///
+    /// # Panics
+    /// When a group has a window, with which a cached prefix that ends at a cached state may lack
+    /// blocks.
     pub fn with_state_entries(self, state_entries: usize) -> Self {
+        assert!(state_entries == 0 || !self.has_windows(), "a state beside windows");
         Self { state_entries, ..self }
     }
 

@@ -294,6 +294,20 @@ impl BlockPool {
         self.record_change();
     }
 
+    /// Marks a retained block that no save reads as unknown to the prefix cache. A cached block
+    /// becomes free.
+    pub(crate) fn forget(&mut self, block: BlockId) {
+        let Block { state, retained, copying, .. } = self.blocks[block.index()];
+        assert!(retained && !copying, "block {} cannot be forgotten", block.0);
+        self.blocks[block.index()].retained = false;
+        if state == BlockState::Cached {
+            self.unlink(block);
+            self.counts.cached -= 1;
+            self.put_free(block);
+        }
+        self.record_change();
+    }
+
     /// Turns a reserved block that the transfer has written into a held block with one reference.
     pub(crate) fn accept(&mut self, block: BlockId, owner: SequenceId) {
         self.assert_reserved(block, owner);

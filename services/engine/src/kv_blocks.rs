@@ -1,10 +1,10 @@
 //! Block pool and prefix cache combined: an evicted block leaves both.
 
-use kernels::{BlockId, KvGroups, NO_BLOCK};
+use kernels::{BLOCK_TOKENS, BlockId, KvGroups, NO_BLOCK};
 
 use crate::{
     block_pool::{BlockPool, BlockState},
-    event::SequenceId,
+    event::{BlockHash, SequenceId},
     prefix_cache::{HashChain, PrefixCache},
 };
 
@@ -13,13 +13,31 @@ pub(crate) fn blocks_of(table: &[BlockId]) -> impl DoubleEndedIterator<Item = Bl
     table.iter().copied().filter(|block| *block != NO_BLOCK)
 }
 
+/// Cached prefix of a sequence.
+#[derive(Debug, Default)]
+pub(crate) struct CachedPrefix {
+    /// Block table. The entries of the state have no block.
+    pub(crate) table: Vec<BlockId>,
+    pub(crate) state: CachedState,
+}
+
+/// Cached state of a sequence that computes the rest of its tokens itself.
+#[derive(Debug, Default)]
+pub(crate) struct CachedState {
+    /// The state after the prefix; empty without a state or a prefix.
+    pub(crate) blocks: Vec<BlockId>,
+    /// Number of leading full blocks whose KV is cached. Earlier sequences went on differently
+    /// after them.
+    pub(crate) shared_blocks: usize,
+}
+
 #[derive(Debug)]
 pub(crate) struct KvBlocks {
     pub(crate) pool: BlockPool,
     pub(crate) cache: PrefixCache,
     pub(crate) groups: KvGroups,
     /// Whether the prefix cache is used; if false, it stays empty.
-    pub(crate) caching: bool,
+    caching: bool,
     /// Scratch memory of allocations.
     evicted: Vec<BlockId>,
 }
@@ -40,25 +58,51 @@ impl KvBlocks {
         self.groups.entries(tokens) as u32
     }
 
-    /// Returns the block table of the cached prefix of `tokens` and the number of blocks of the
-    /// sequence's rest, if these can be allocated and `headroom` blocks remain. `rest` returns the
-    /// number for a prefix of the given number of table entries.
-    ///
-    /// # Errors
-    /// The number of blocks that would have to be available.
-    pub(crate) fn fit_prefix(
+    /// Returns the cached prefix of `tokens`. `is_received` tells from the length of a prefix in
+    /// table entries whether the sequence receives the KV after it, and the state.
+    pub(crate) fn cached_prefix(
         &self,
         chain: &HashChain,
         tokens: &[u32],
-        rest: impl Fn(usize) -> u32,
-        headroom: u32,
-    ) -> Result<(Vec<BlockId>, u32), u32> {
-        let table = self.cache.lookup(chain, tokens, &self.groups);
+        is_received: impl Fn(usize) -> bool,
+    ) -> CachedPrefix {
+        let mut table = self.cache.lookup(chain, tokens, &self.groups);
+        if !self.caches_states() {
+            return CachedPrefix { table, state: CachedState::default() };
+        }
+        let shared_blocks = self.groups.blocks(table.len());
+        let last = self.cache.last_state(chain, tokens, shared_blocks);
+        let (blocks, state) = last.unwrap_or_default();
+        let entries = self.groups.entries(blocks * BLOCK_TOKENS);
+        if is_received(entries) {
+            return CachedPrefix { table, state: CachedState::default() };
+        }
+        table.truncate(entries);
+        CachedPrefix { table, state: CachedState { blocks: state.to_vec(), shared_blocks } }
+    }
+
+    /// Returns whether `rest` blocks can be allocated beside a held prefix and `headroom` blocks
+    /// remain.
+    ///
+    /// # Errors
+    /// The number of blocks that would have to be available.
+    pub(crate) fn fits(&self, prefix: &CachedPrefix, rest: u32, headroom: u32) -> Result<(), u32> {
         let cached = |&block: &BlockId| self.pool.state(block) == BlockState::Cached;
-        let leaving = blocks_of(&table).filter(cached).count() as u32;
-        let rest = rest(table.len());
-        let needed = leaving + rest + headroom;
-        if self.pool.available() < needed { Err(needed) } else { Ok((table, rest)) }
+        let held = blocks_of(&prefix.table).chain(prefix.state.blocks.iter().copied());
+        let needed = held.filter(cached).count() as u32 + rest + headroom;
+        if self.pool.available() < needed { Err(needed) } else { Ok(()) }
+    }
+
+    /// Gives the block table of a cached prefix the blocks that it lacks.
+    pub(crate) fn complete(&self, table: &mut Vec<BlockId>, blocks: &[BlockId]) {
+        let (state, rest) = blocks.split_at(self.groups.split(table).0.len());
+        table[..state.len()].copy_from_slice(state);
+        table.extend_from_slice(rest);
+    }
+
+    /// Returns whether sequences have states, and the prefix cache is used.
+    pub(crate) fn caches_states(&self) -> bool {
+        self.caching && self.groups.state_entries() > 0
     }
 
     /// Adds one reference to each block of a table.
@@ -81,7 +125,9 @@ impl KvBlocks {
 
     fn take(&mut self, count: u32, state: BlockState) -> Option<Vec<BlockId>> {
         let blocks = self.pool.take(count, state, &mut self.evicted);
-        self.evicted.drain(..).for_each(|block| self.cache.evict(block));
+        for block in self.evicted.drain(..) {
+            forget(&mut self.pool, &self.cache.evict(block));
+        }
         blocks
     }
 
@@ -122,6 +168,24 @@ impl KvBlocks {
         self.release(blocks);
     }
 
+    /// Adds the state after the first `blocks` full blocks of `tokens` to the prefix cache.
+    pub(crate) fn publish_state(
+        &mut self,
+        chain: &HashChain,
+        tokens: &[u32],
+        blocks: usize,
+        state: &[BlockId],
+    ) {
+        if self.caching && self.cache.insert_state(chain, tokens, blocks, state) {
+            state.iter().for_each(|&block| self.pool.retain(block));
+        }
+    }
+
+    /// Removes the state after the block with this key from the prefix cache.
+    pub(crate) fn forget_state(&mut self, key: BlockHash) {
+        forget(&mut self.pool, &self.cache.remove_state(key));
+    }
+
     /// Adds a group's block `index` of `tokens` to the prefix cache. Its KV is written.
     pub(crate) fn publish(
         &mut self,
@@ -135,6 +199,15 @@ impl KvBlocks {
             && self.cache.insert(chain, tokens, (index, group), block)
         {
             self.pool.retain(block);
+        }
+    }
+}
+
+/// Marks those of the blocks that the pool still retains as unknown to the prefix cache.
+fn forget(pool: &mut BlockPool, blocks: &[BlockId]) {
+    for &block in blocks {
+        if pool.is_retained(block) {
+            pool.forget(block);
         }
     }
 }

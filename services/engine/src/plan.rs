@@ -40,6 +40,8 @@ pub struct StepPlan {
     pub admitted: Vec<AdmittedRow>,
     /// Blocks appended to the tables of occupants; at most one entry for each slot.
     pub extended: Vec<(Slot, Vec<BlockId>)>,
+    /// Copies of blocks before the forward pass, in order, each from the first block to the second.
+    pub copies: Vec<(BlockId, BlockId)>,
     /// Rows of this forward pass, those of several tokens first; none only in a plan that releases
     /// slots.
     pub rows: Vec<RowPlan>,

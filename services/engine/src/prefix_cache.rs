@@ -4,7 +4,9 @@
 //! starts from model, weights, adapter and the tenant's salt, so equal tokens under other weights,
 //! another adapter or another tenant have different keys. A lookup compares the tokens as well.
 //! Each KV group has a block of its own, whose key is derived from the hash and the group. A group
-//! with a window needs only the blocks in the window before the end of a hit.
+//! with a window needs only the blocks in the window before the end of a hit. A model with a state
+//! needs the state after the last token of a hit. States are cached after some full blocks only,
+//! and a state is cached as a whole.
 //! [`crate::block_pool`] decides which block is evicted.
 
 use std::collections::BTreeMap;
@@ -92,12 +94,26 @@ struct PrefixEntry {
     tokens: [u32; BLOCK_TOKENS],
 }
 
+/// State after a full block.
+#[derive(Debug)]
+struct StateEntry {
+    blocks: Vec<BlockId>,
+    /// Key of the previous block.
+    parent: BlockHash,
+    /// Tokens of the block.
+    tokens: [u32; BLOCK_TOKENS],
+}
+
 /// Prefix cache of one arena.
 #[derive(Debug, Default)]
 pub(crate) struct PrefixCache {
     /// By the key of the group's block.
     entries: HashMap<BlockHash, PrefixEntry>,
     keys: HashMap<BlockId, BlockHash>,
+    /// By the key of the block after which the state is.
+    states: HashMap<BlockHash, StateEntry>,
+    /// The keys of the states whose blocks these are.
+    state_keys: HashMap<BlockId, BlockHash>,
     /// Changes of the first KV group since the last [`Self::take_changes`]: at most one per key,
     /// which bounds the map when no caller takes them. Ordered, so that equal inputs give equal
     /// outputs.
@@ -106,7 +122,7 @@ pub(crate) struct PrefixCache {
 
 impl PrefixCache {
     /// Returns the block table of the longest cached prefix of `tokens`, at most [`hit_blocks`] of
-    /// each group.
+    /// each group. The entries of a state have no block.
     pub(crate) fn lookup(
         &self,
         chain: &HashChain,
@@ -114,7 +130,7 @@ impl PrefixCache {
         groups: &KvGroups,
     ) -> Vec<BlockId> {
         let blocks_max = hit_blocks(tokens.len());
-        let (mut table, mut hit) = (Vec::new(), 0);
+        let (mut table, mut hit) = (vec![NO_BLOCK; groups.state_entries()], 0);
         // For each group: index of the first block from which on all searched blocks are cached.
         let mut begins = vec![0; groups.count()];
         let covers = |begins: &[usize], blocks: usize| {
@@ -139,8 +155,8 @@ impl PrefixCache {
                 break;
             }
         }
-        table.truncate(hit * groups.count());
-        for (entry, block) in table.iter_mut().enumerate() {
+        table.truncate(groups.entries(hit * BLOCK_TOKENS));
+        for (entry, block) in table.iter_mut().enumerate().skip(groups.state_entries()) {
             let (index, group) = groups.place(entry);
             if index < groups.first_needed(group, hit * BLOCK_TOKENS) {
                 *block = NO_BLOCK;
@@ -171,13 +187,64 @@ impl PrefixCache {
         true
     }
 
-    /// Removes an evicted block.
-    pub(crate) fn evict(&mut self, block: BlockId) {
+    /// Returns the longest prefix of `tokens`, of at most `blocks` full blocks, after which the state
+    /// is cached: its number of blocks, and the blocks of the state.
+    pub(crate) fn last_state(
+        &self,
+        chain: &HashChain,
+        tokens: &[u32],
+        blocks: usize,
+    ) -> Option<(usize, &[BlockId])> {
+        (1..=blocks).rev().find_map(|blocks| {
+            let entry = self.states.get(&chain.hashes()[blocks - 1])?;
+            let is_same = entry.parent == chain.parent(blocks - 1)
+                && entry.tokens == *block_tokens(tokens, blocks - 1);
+            is_same.then_some((blocks, &*entry.blocks))
+        })
+    }
+
+    /// Adds the state after the first `blocks` full blocks of `tokens`. Returns false, and adds
+    /// nothing, when this state is cached already.
+    pub(crate) fn insert_state(
+        &mut self,
+        chain: &HashChain,
+        tokens: &[u32],
+        blocks: usize,
+        state: &[BlockId],
+    ) -> bool {
+        let key = chain.hashes()[blocks - 1];
+        if self.states.contains_key(&key) {
+            return false;
+        }
+        let (parent, tokens) = (chain.parent(blocks - 1), *block_tokens(tokens, blocks - 1));
+        self.states.insert(key, StateEntry { blocks: state.to_vec(), parent, tokens });
+        self.state_keys.extend(state.iter().map(|&block| (block, key)));
+        true
+    }
+
+    /// Returns whether the state after the block with this key is cached.
+    pub(crate) fn has_state(&self, key: BlockHash) -> bool {
+        self.states.contains_key(&key)
+    }
+
+    /// Removes the state after the block with this key, and returns its blocks.
+    pub(crate) fn remove_state(&mut self, key: BlockHash) -> Vec<BlockId> {
+        let Some(StateEntry { blocks, .. }) = self.states.remove(&key) else { return Vec::new() };
+        blocks.iter().for_each(|block| _ = self.state_keys.remove(block));
+        blocks
+    }
+
+    /// Removes an evicted block. Returns the blocks of the state that it was a part of.
+    pub(crate) fn evict(&mut self, block: BlockId) -> Vec<BlockId> {
+        if let Some(&key) = self.state_keys.get(&block) {
+            return self.remove_state(key);
+        }
         if let Some(key) = self.keys.remove(&block)
             && let Some(entry) = self.entries.remove(&key)
         {
             self.note((key, entry.group), CacheChange::Evicted(key));
         }
+        Vec::new()
     }
 
     /// Returns the keys of all cached blocks of the first KV group in ascending order.
@@ -202,11 +269,12 @@ impl PrefixCache {
     }
 
     pub(crate) fn contains_block(&self, block: BlockId) -> bool {
-        self.keys.contains_key(&block)
+        self.keys.contains_key(&block) || self.state_keys.contains_key(&block)
     }
 
+    /// Returns the number of cached blocks.
     pub(crate) fn len(&self) -> usize {
-        self.entries.len()
+        self.entries.len() + self.state_keys.len()
     }
 
     /// Records a change; a change and its opposite cancel.
@@ -354,7 +422,7 @@ mod tests {
         let none = NO_BLOCK.0;
         let whole = table(&[0, none, 2, none, 4, none, 6, none, 8, 9, 10, 11]);
         assert_eq!(cache.lookup(&chain, &tokens, &groups), whole);
-        (0..4).for_each(|index| cache.evict(BlockId(2 * index + 1)));
+        (0..4).for_each(|index| _ = cache.evict(BlockId(2 * index + 1)));
         assert_eq!(cache.lookup(&chain, &tokens, &groups), whole);
         // A shorter hit needs a block that is not cached any more.
         assert_eq!(cache.lookup(&chain, &tokens[..81], &groups), []);

@@ -55,7 +55,7 @@ pub use config::{ItlLimit, SchedulerConfig, SchedulerConfigError};
 use masks::MaskRequests;
 use measured_steps::MeasuredSteps;
 use running::attention_pairs;
-use sequence::{Arrival, Row, Sequence, SequencePhase};
+use sequence::{Arrival, Row, Sequence, SequenceBlocks, SequencePhase};
 use sequence_sessions::SequenceSessions;
 use sequences::Sequences;
 use transfers::SequenceTransfers;
@@ -136,8 +136,7 @@ impl Scheduler {
         })
     }
 
-    /// Sets the KV groups. By default one group keeps the KV of all tokens. With a state there are no
-    /// cached prefixes.
+    /// Sets the KV groups. By default one group keeps the KV of all tokens.
     ///
     /// # Panics
     /// When the tiers are on: they need the groups. With a state, when rows may have draft tokens: the
@@ -146,7 +145,6 @@ impl Scheduler {
         assert!(self.tiers.is_none(), "the KV groups are set before the tiers");
         if groups.state_entries() > 0 {
             assert_eq!(self.config.limits.speculation, None, "a state after draft tokens");
-            self.kv.caching = false;
         }
         self.kv.groups = groups;
         self
@@ -326,7 +324,7 @@ impl Scheduler {
             SequencePhase::Reserved { prefix } | SequencePhase::Loading { prefix, .. } => {
                 self.kv.release(&prefix);
             }
-            SequencePhase::Ready(table) => self.kv.release(&table.blocks),
+            SequencePhase::Ready(table) => self.release_table(&table),
             SequencePhase::Running(row) => self.vacate(row),
         }
     }
@@ -335,10 +333,19 @@ impl Scheduler {
     /// step's result has been collected.
     fn vacate(&mut self, row: Row) {
         self.slots.vacate(row.slot, row.announced);
+        let mut blocks = row.blocks;
+        blocks.extend(row.state.cached.blocks);
+        blocks.extend(row.state.saving.into_iter().flat_map(|saving| saving.blocks));
         match row.last_step {
-            Some(step) if self.frames.is_in_flight(step) => self.frames.defer(row.blocks),
-            _ => self.kv.release(&row.blocks),
+            Some(step) if self.frames.is_in_flight(step) => self.frames.defer(blocks),
+            _ => self.kv.release(&blocks),
         }
+    }
+
+    /// Releases the blocks of a sequence that did not join the batch.
+    fn release_table(&mut self, table: &SequenceBlocks) {
+        self.kv.release(&table.blocks);
+        self.kv.release(&table.state.blocks);
     }
 
     fn fail(&mut self, id: SequenceId, failure: SequenceFailure, actions: &mut Vec<Action>) {

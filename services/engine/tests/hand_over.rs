@@ -263,8 +263,8 @@ proptest! {
             tail_tokens,
             ..unbounded_waits(limits(slots, 32, blocks, depth))
         };
-        let count = groups.count() as u32;
-        let configs = [prefill_blocks, decode_blocks].map(|blocks| config(blocks * count));
+        let (count, state) = (groups.count() as u32, groups.state_entries() as u32);
+        let configs = [prefill_blocks, decode_blocks].map(|blocks| config(blocks * count + state));
         let mut pair = pair_with_groups(configs, &groups);
         let (mut all, mut cancels) = (Vec::new(), Vec::new());
         for (id, (len, max_tokens, cancelled, cancel_after, alone)) in (0..).zip(requests) {

@@ -140,6 +140,7 @@ struct WirePlan<'a> {
     released: Cow<'a, [Slot]>,
     admitted: Cow<'a, [AdmittedRow]>,
     extended: Cow<'a, [(Slot, Vec<BlockId>)]>,
+    copies: Cow<'a, [(BlockId, BlockId)]>,
 }
 
 const START: u8 = 0;
@@ -168,6 +169,7 @@ pub fn encode_plan(plan: &StepPlan, history: &mut PlanHistory, bytes: &mut Vec<u
         released: Cow::Borrowed(&plan.released),
         admitted: Cow::Borrowed(&plan.admitted),
         extended: Cow::Borrowed(&plan.extended),
+        copies: Cow::Borrowed(&plan.copies),
     };
     encode_hashed(PLAN, &wire, history, bytes);
     if !is_repeated {
@@ -224,6 +226,7 @@ pub fn decode_order(bytes: &[u8], history: &mut PlanHistory) -> Result<RankOrder
                 released: wire.released.into_owned(),
                 admitted: wire.admitted.into_owned(),
                 extended: wire.extended.into_owned(),
+                copies: wire.copies.into_owned(),
                 rows: history.rows.clone(),
                 awaits_masks: wire.awaits_masks,
                 drafts_max: wire.drafts_max,

@@ -364,8 +364,12 @@ impl CpuRunner {
             .filter(|row| row.token_count > 0)
             .map(|row| step_sequence(&self.batch, row))
             .collect();
-        let step = CpuStep::of_heads(&self.arena, self.heads.clone(), &self.kv_groups, &sequences);
         let bad = |reason| ExecutorError::BadPlan { step_id, reason };
+        for &copy in &plan.copies {
+            let copied = self.arena.copy_heads(self.heads.clone(), copy);
+            copied.map_err(|error| bad(error.to_string()))?;
+        }
+        let step = CpuStep::of_heads(&self.arena, self.heads.clone(), &self.kv_groups, &sequences);
         let mut step = step.map_err(|error| bad(error.to_string()))?;
         if !sequences.is_empty() {
             self.model.forward(&mut self.backend, &mut step);

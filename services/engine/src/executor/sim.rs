@@ -278,6 +278,9 @@ impl SimExecutor {
             extend_fingerprints(history, &self.batch.row(row.slot).tokens);
         }
         let bad = |reason| ExecutorError::BadPlan { step_id: plan.step_id, reason };
+        for &(from, to) in &plan.copies {
+            self.arena.write(to, self.arena.read(from));
+        }
         self.check_writes(&scheduled).map_err(bad)?;
         self.batch.supply(&mut scheduled, masks).map_err(bad)?;
         let mut cost = self.cost.step;

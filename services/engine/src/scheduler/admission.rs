@@ -12,6 +12,7 @@ use super::{
 use crate::{
     constraint::COMPILE_TIMEOUT,
     event::{Action, NewSequence, SequenceFailure, SequenceId, SequenceKind},
+    kv_blocks::{CachedPrefix, CachedState},
     tiers::TierStores,
 };
 
@@ -181,7 +182,8 @@ impl Scheduler {
         // The prefill peer computed them and sends them to the router.
         sequence.take_prompt_logprobs();
         let finish = sequence.take_token(token.id);
-        self.sequences.set_phase(id, SequencePhase::Ready(SequenceBlocks { blocks, computed }));
+        let table = SequenceBlocks { blocks, computed, state: CachedState::default() };
+        self.sequences.set_phase(id, SequencePhase::Ready(table));
         self.prompt_written(id);
         let finish = match finish {
             Ok(finish) => finish,
@@ -229,13 +231,15 @@ impl Scheduler {
         if self.unclaimed_slots() == 0 {
             return false;
         }
-        let Some((prefix, rest)) = self.hold_prefix(id, actions) else { return false };
+        let Some((CachedPrefix { table, state }, rest)) = self.hold_prefix(id, actions) else {
+            return false;
+        };
         // The prefill peer waits for the reservation, so a load has the same time-out as a wait for
         // blocks. Both waits together stay below the peer's time-out (`ready_timeout`).
         let most = self.config.reserve_timeout;
-        let Some(prefix) = self.load_prefix(id, prefix, most, actions) else { return true };
-        let rest = self.kv.reserve(rest, id);
-        self.reserve_rest(id, prefix, rest.expect("availability was checked"), actions);
+        let Some(table) = self.load_prefix(id, table, most, actions) else { return true };
+        let rest = self.kv.reserve(rest, id).expect("availability was checked");
+        self.reserve_rest(id, CachedPrefix { table, state }, rest, actions);
         true
     }
 
@@ -246,14 +250,15 @@ impl Scheduler {
         &mut self,
         id: SequenceId,
         actions: &mut Vec<Action>,
-    ) -> Option<(Vec<BlockId>, u32)> {
+    ) -> Option<(CachedPrefix, u32)> {
         if self.still_lacks_blocks(id) {
             return None;
         }
         match self.fit_prefix(id) {
             Ok((prefix, rest)) => {
                 self.blocked.take_if(|blocked| blocked.id == id);
-                self.kv.hold(&prefix);
+                self.kv.hold(&prefix.table);
+                self.kv.hold(&prefix.state.blocks);
                 Some((prefix, rest))
             }
             Err(needed) => {
@@ -274,15 +279,45 @@ impl Scheduler {
 
     /// Returns the cached blocks of the sequence's prefix and the number of blocks that the
     /// sequence needs beside them, or the number of blocks that would have to be available.
-    pub(super) fn fit_prefix(&self, id: SequenceId) -> Result<(Vec<BlockId>, u32), u32> {
+    pub(super) fn fit_prefix(&self, id: SequenceId) -> Result<(CachedPrefix, u32), u32> {
         let (sequence, groups) = (&self.sequences[id], &self.kv.groups);
-        let (len, is_received) = (sequence.tokens.len(), sequence.kind == SequenceKind::Receive);
-        let rest = |cached: usize| match is_received && !is_prefilled_here(len, groups, cached) {
-            true => groups.sent(len, groups.blocks(cached)..len.div_ceil(BLOCK_TOKENS)).count(),
-            false => groups.entries(len) - cached,
-        };
+        let (len, receives) = (sequence.tokens.len(), sequence.kind == SequenceKind::Receive);
         let (chain, tokens) = (&sequence.chain, sequence.cacheable_tokens());
-        self.kv.fit_prefix(chain, tokens, |cached| rest(cached) as u32, self.headroom())
+        let is_received = |cached| receives && !is_less_than_a_block(len, groups, cached);
+        let prefix = self.kv.cached_prefix(chain, tokens, is_received);
+        let fit = self.fit(len, receives, prefix);
+        // A cached state takes blocks beside the sequence's own. The pool may never have both.
+        match fit {
+            Err(needed) if groups.state_entries() > 0 && needed > self.kv.pool.total() => {
+                self.fit(len, receives, CachedPrefix::default())
+            }
+            fit => fit,
+        }
+    }
+
+    /// Returns the prefix of a sequence of `len` tokens and the number of blocks that the sequence
+    /// needs beside it, or the number of blocks that would have to be available.
+    fn fit(
+        &self,
+        len: usize,
+        receives: bool,
+        prefix: CachedPrefix,
+    ) -> Result<(CachedPrefix, u32), u32> {
+        let (groups, cached) = (&self.kv.groups, prefix.table.len());
+        let rest = match receives && !self.is_prefilled_here(len, &prefix) {
+            true => groups.sent(len, groups.blocks(cached)..len.div_ceil(BLOCK_TOKENS)).count(),
+            false => groups.entries(len) - cached + groups.split(&prefix.table).0.len(),
+        };
+        self.kv.fits(&prefix, rest as u32, self.headroom())?;
+        Ok((prefix, rest as u32))
+    }
+
+    /// Returns whether a decode node prefills the rest of a prompt of `len` tokens itself, because
+    /// it has the state and the rest is less than a block.
+    fn is_prefilled_here(&self, len: usize, prefix: &CachedPrefix) -> bool {
+        let groups = &self.kv.groups;
+        let has_state = prefix.state.blocks.len() == groups.split(&prefix.table).0.len();
+        has_state && is_less_than_a_block(len, groups, prefix.table.len())
     }
 
     /// Requests the KV of the reserved blocks `rest` from the prefill peer, or computes it here if
@@ -290,20 +325,22 @@ impl Scheduler {
     pub(super) fn reserve_rest(
         &mut self,
         id: SequenceId,
-        mut prefix: Vec<BlockId>,
+        prefix: CachedPrefix,
         mut rest: Vec<BlockId>,
         actions: &mut Vec<Action>,
     ) {
+        let len = self.sequences[id].tokens.len();
+        let local_prefill = self.is_prefilled_here(len, &prefix);
+        let CachedPrefix { mut table, state } = prefix;
         let sequence = self.sequences.known_mut(id);
-        let (computed, len) = (self.kv.groups.tokens(prefix.len()), sequence.tokens.len());
+        let computed = self.kv.groups.tokens(table.len());
         sequence.set_cached(computed);
         let cached_tokens = sequence.cached_tokens.unwrap_or(0);
-        let local_prefill = is_prefilled_here(len, &self.kv.groups, prefix.len());
         if local_prefill {
             self.kv.accept(&rest, id);
-            prefix.extend(rest);
+            self.kv.complete(&mut table, &rest);
             sequence.kind = SequenceKind::Compute;
-            let table = SequenceBlocks { blocks: prefix, computed };
+            let table = SequenceBlocks { blocks: table, computed, state };
             self.sequences.set_phase(id, SequencePhase::Ready(table));
         } else {
             let cached = computed / BLOCK_TOKENS;
@@ -313,8 +350,8 @@ impl Scheduler {
             // These blocks were reserved for a load; the transfer does not write them.
             let surplus = rest.split_off(sent - first_block);
             self.kv.cancel_reservation(&surplus, id);
-            self.kv.release_behind(&mut prefix, hit_blocks(len) * BLOCK_TOKENS);
-            self.sequences.set_phase(id, SequencePhase::Reserved { prefix });
+            self.kv.release_behind(&mut table, hit_blocks(len) * BLOCK_TOKENS);
+            self.sequences.set_phase(id, SequencePhase::Reserved { prefix: table });
             self.transfers.start_incoming(id, rest.clone());
             let first_block = first_block as u32;
             actions.push(Action::Reserve { id, cached_tokens, first_block, blocks: rest });
@@ -353,21 +390,22 @@ impl Scheduler {
                 self.refuse_sends(actions);
                 return None;
             }
-            let Some((prefix, rest)) = self.hold_prefix(id, actions) else {
+            let Some((CachedPrefix { table, state }, rest)) = self.hold_prefix(id, actions) else {
                 if self.is_admitting {
                     self.sequences.compute_lacks_blocks();
                 }
                 self.refuse_sends(actions);
                 return None;
             };
-            let Some(mut blocks) = self.load_prefix(id, prefix, Duration::MAX, actions) else {
+            let Some(mut blocks) = self.load_prefix(id, table, Duration::MAX, actions) else {
                 continue;
             };
             let computed = self.kv.groups.tokens(blocks.len());
-            blocks.extend(self.kv.allocate(rest).expect("availability was checked"));
+            let rest = self.kv.allocate(rest).expect("availability was checked");
+            self.kv.complete(&mut blocks, &rest);
             self.report_admission(id, &blocks, computed, actions);
             let (slot, generation) = self.slots.occupy().expect("a slot is unclaimed");
-            let table = SequenceBlocks { blocks, computed };
+            let table = SequenceBlocks { blocks, computed, state };
             let row = Row::new(slot, generation, table, self.sequences[id].tokens.len());
             self.sequences.set_phase(id, SequencePhase::Running(row));
             return Some(id);
@@ -433,8 +471,8 @@ impl Scheduler {
     }
 }
 
-/// Returns whether a decode node prefills the rest of a prompt itself, because the rest is less
-/// than a block. `len`: tokens of the prompt. `cached`: table entries of its cached prefix.
-fn is_prefilled_here(len: usize, groups: &KvGroups, cached: usize) -> bool {
+/// Returns whether the rest of a prompt is less than a block. `len`: tokens of the prompt.
+/// `cached`: table entries of its cached prefix.
+fn is_less_than_a_block(len: usize, groups: &KvGroups, cached: usize) -> bool {
     len - groups.tokens(cached) < BLOCK_TOKENS
 }

@@ -4,7 +4,11 @@ use std::mem;
 
 use kernels::{BLOCK_TOKENS, hit_blocks, sampling::SampledToken};
 
-use super::{Scheduler, loading::publish, sequence::SequencePhase};
+use super::{
+    Scheduler,
+    loading::publish,
+    sequence::{SavedState, SequencePhase},
+};
 use crate::{
     constraint::ConstraintFailure,
     event::{Action, SequenceFailure, SequenceId, SequenceKind},
@@ -95,6 +99,8 @@ impl Scheduler {
             self.kv.release_behind(&mut blocks, hit * BLOCK_TOKENS);
             sequence.row_mut().blocks = blocks;
         }
+        self.publish_states(id);
+        let sequence = self.sequences.known_mut(id);
         let prompt_logprobs = match tokens.is_empty() {
             true => None,
             false => sequence.take_prompt_logprobs(),
@@ -121,6 +127,30 @@ impl Scheduler {
                 self.abort_transfer(id, "the first token ended the request", actions);
             }
             actions.push(Action::Finished { id, reason: finish });
+        }
+    }
+
+    /// Adds the copies of a row's state to the prefix cache whose steps are collected. Of the states
+    /// of an answer, only the last one stays cached.
+    fn publish_states(&mut self, id: SequenceId) {
+        let sequence = self.sequences.known_mut(id);
+        let computed = sequence.row().computed;
+        let is_made = |saving: &SavedState| saving.full_blocks * BLOCK_TOKENS < computed;
+        let saving = &mut sequence.row_mut().state.saving;
+        let made = saving.iter().take_while(|saving| is_made(saving)).count();
+        let made: Vec<_> = saving.drain(..made).collect();
+        for SavedState { full_blocks, blocks } in made {
+            // Tokens after the end of the request were dropped.
+            if sequence.is_published() && full_blocks <= sequence.chain.hashes().len() {
+                let key = sequence.chain.hashes()[full_blocks - 1];
+                self.kv.publish_state(&sequence.chain, &sequence.tokens, full_blocks, &blocks);
+                if full_blocks * BLOCK_TOKENS >= sequence.given_len
+                    && let Some(before) = sequence.row_mut().state.saved.replace(key)
+                {
+                    self.kv.forget_state(before);
+                }
+            }
+            self.kv.release(&blocks);
         }
     }
 

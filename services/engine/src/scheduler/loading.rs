@@ -12,7 +12,7 @@ use super::{
 use crate::{
     block_pool::BlockState,
     event::{Action, BlockHash, CacheChange, SequenceId, SequenceKind},
-    kv_blocks::{KvBlocks, blocks_of},
+    kv_blocks::{CachedPrefix, CachedState, KvBlocks, blocks_of},
     tiers::{
         ChosenLoad, FinishedLoad, JobId, NoSource, SaveSource, Tier, TierConfig, TierEvent,
         TierStats, TierStores,
@@ -224,13 +224,14 @@ impl Scheduler {
         let tokens = ((end - resident) * BLOCK_TOKENS) as u32;
         actions.push(Action::Loaded { id, tokens });
         if sequence.kind == SequenceKind::Receive {
+            let prefix = CachedPrefix { table: prefix, state: CachedState::default() };
             return self.reserve_rest(id, prefix, rest.to_vec(), actions);
         }
         self.kv.accept(rest, id);
         prefix.extend_from_slice(rest);
         self.report_admission(id, &prefix, computed, actions);
         self.sequences.clear_alarm(id);
-        let table = SequenceBlocks { blocks: prefix, computed };
+        let table = SequenceBlocks { blocks: prefix, computed, state: CachedState::default() };
         self.sequences.set_phase(id, SequencePhase::Ready(table));
     }
 

@@ -1,6 +1,6 @@
 //! Plans one step: how many tokens each row advances, and which rows are preempted.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, mem};
 
 use kernels::{BLOCK_TOKENS, BlockId};
 
@@ -8,7 +8,7 @@ use super::{
     ItlLimit, Scheduler, SchedulerConfig,
     draft_budget::{decodes, probes},
     masks::AwaitedMask,
-    sequence::{Arrival, Sequence, SequencePhase},
+    sequence::{Arrival, SavedState, Sequence, SequencePhase},
 };
 use crate::{
     event::{Action, SequenceId, SequenceKind},
@@ -36,6 +36,8 @@ struct PlanBuilder {
     /// Bound on prefill; set when the first prefill row is planned.
     prefill: Option<PrefillBudget>,
     work: StepWork,
+    /// References to cached states, which the step copies.
+    copied: Vec<BlockId>,
 }
 
 impl PlanBuilder {
@@ -114,6 +116,9 @@ impl Scheduler {
             Some(PrefillBudget::Limited { spent, .. }) => Some(spent),
         };
         plan.step_id = self.frames.launch(plan.rows.clone(), builder.sequences, prefill_cost);
+        if !builder.copied.is_empty() {
+            self.frames.defer(builder.copied);
+        }
         if self.config.limits.speculation.is_some()
             && let Some(tiers) = &mut self.tiers
         {
@@ -138,6 +143,9 @@ impl Scheduler {
             let mut sequence = self.sequences.known_mut(id);
             let samples_left = builder.samples_left - younger;
             let mut count = row_tokens(sequence, &self.config, (share, samples_left), is_last);
+            if self.kv.caches_states() {
+                count = count.min(sequence.tokens_before_saved_state());
+            }
             if self.config.itl.is_some() && (count > 1 || !sequence.decodes()) {
                 let position = sequence.row().launched;
                 count = self.bound_prefill(position, count, builder);
@@ -149,6 +157,10 @@ impl Scheduler {
             }
             let missing = sequence.row().missing_blocks(count, &self.kv.groups);
             if missing == 0 {
+                if self.kv.caches_states() {
+                    self.copy_states(id, builder);
+                    sequence = self.sequences.known_mut(id);
+                }
                 // Fast path of most rows: it looks the sequence up once.
                 advance(sequence, id, step_id, count, builder);
                 index += 1;
@@ -159,6 +171,7 @@ impl Scheduler {
             debug_assert!(count == 1 && sequence.decodes());
             match self.grow(index, id, missing, builder, actions) {
                 Growth::Done => {
+                    self.copy_states(id, builder);
                     self.advance(id, count, builder);
                     index += 1;
                 }
@@ -180,10 +193,43 @@ impl Scheduler {
             let sequence = self.sequences.known_mut(id);
             let position = sequence.row().launched;
             let left = (builder.budget, builder.samples_left);
-            let count = row_tokens(sequence, &self.config, left, is_alone);
+            let mut count = row_tokens(sequence, &self.config, left, is_alone);
+            if self.kv.caches_states() {
+                count = count.min(sequence.tokens_before_saved_state());
+            }
             let count = self.bound_prefill(position, count, builder);
+            self.copy_states(id, builder);
             self.advance(id, count, builder);
         }
+    }
+
+    /// Plans copies of the state of a row that is about to advance: from the cached state that the
+    /// row continues, or to a state for the prefix cache.
+    fn copy_states(&mut self, id: SequenceId, builder: &mut PlanBuilder) {
+        if !self.kv.caches_states() {
+            return;
+        }
+        let headroom = self.headroom();
+        let sequence = self.sequences.known_mut(id);
+        let launched = sequence.row().launched;
+        let key = |sequence: &Sequence| {
+            let index = (launched / BLOCK_TOKENS).checked_sub(1)?;
+            sequence.chain.hashes().get(index).copied()
+        };
+        let is_saved = !sequence.saves_state(launched)
+            || key(sequence).is_some_and(|key| self.kv.cache.has_state(key));
+        let row = sequence.row_mut();
+        let (state, _) = self.kv.groups.split(&row.blocks);
+        let cached = mem::take(&mut row.state.cached.blocks);
+        builder.plan.copies.extend(cached.iter().copied().zip(state.iter().copied()));
+        builder.copied.extend(cached);
+        let count = state.len() as u32;
+        if is_saved || self.kv.pool.available() < count + headroom {
+            return;
+        }
+        let blocks = self.kv.allocate(count).expect("availability was checked");
+        builder.plan.copies.extend(state.iter().copied().zip(blocks.iter().copied()));
+        row.state.saving.push(SavedState { full_blocks: launched / BLOCK_TOKENS, blocks });
     }
 
     /// Returns the prefill budget that is left in the step, in tokens at the start of a prompt.

@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Instant};
 
 use kernels::{
-    BLOCK_TOKENS, BlockId, KvGroups,
+    BLOCK_TOKENS, BlockId, KvGroups, hit_blocks,
     sampling::{SampledToken, Sampling, TokenLogprobs},
 };
 
@@ -11,7 +11,8 @@ use super::{draft_budget::RowDrafts, sequence_sessions::SequenceTurn};
 use crate::{
     adapter::LoadedAdapter,
     constraint::{ActiveConstraint, ConstraintFailure},
-    event::{FinishReason, NewSequence, SequenceKind, SessionHint},
+    event::{BlockHash, FinishReason, NewSequence, SequenceKind, SessionHint},
+    kv_blocks::CachedState,
     plan::{Generation, Slot, StepId},
     prefix_cache::{CacheSeeds, HashChain},
     tiers::JobId,
@@ -103,6 +104,7 @@ pub(super) enum SequencePhase {
 pub(super) struct SequenceBlocks {
     pub(super) blocks: Vec<BlockId>,
     pub(super) computed: usize,
+    pub(super) state: CachedState,
 }
 
 /// A sequence in the running batch. Dropped as a whole when the sequence leaves.
@@ -131,6 +133,25 @@ pub(super) struct Row {
     /// Whether the rest of the prompt is computed in further steps, which no other prompt joins.
     pub(super) is_split: bool,
     pub(super) drafts: RowDrafts,
+    pub(super) state: RowState,
+}
+
+/// Copies of the state of a row; all empty without a state.
+#[derive(Debug, Default)]
+pub(super) struct RowState {
+    /// The first step copies the state to the row's blocks.
+    pub(super) cached: CachedState,
+    /// Copies of the state that steps in flight make for the prefix cache.
+    pub(super) saving: Vec<SavedState>,
+    /// Key of the block of the answer after which the state was saved last.
+    pub(super) saved: Option<BlockHash>,
+}
+
+/// State after a number of full blocks.
+#[derive(Debug)]
+pub(super) struct SavedState {
+    pub(super) full_blocks: usize,
+    pub(super) blocks: Vec<BlockId>,
 }
 
 impl Row {
@@ -140,7 +161,7 @@ impl Row {
         table: SequenceBlocks,
         length: usize,
     ) -> Self {
-        let SequenceBlocks { blocks, computed } = table;
+        let SequenceBlocks { blocks, computed, state: cached } = table;
         debug_assert!(computed < length);
         Self {
             slot,
@@ -156,6 +177,7 @@ impl Row {
             catch_up: 0,
             is_split: false,
             drafts: RowDrafts::default(),
+            state: RowState { cached, ..RowState::default() },
         }
     }
 
@@ -311,6 +333,26 @@ impl Sequence {
     /// or samples the token in a step in flight.
     pub(super) fn decodes(&self) -> bool {
         self.kind != SequenceKind::Send && self.row().length > self.given_len
+    }
+
+    /// Returns whether the state after this number of tokens is to be cached: for an equal prompt, for
+    /// prompts that begin like this one and an earlier one, and for what follows the answer.
+    pub(super) fn saves_state(&self, tokens: usize) -> bool {
+        let full_blocks = tokens / BLOCK_TOKENS;
+        let at_end = full_blocks == hit_blocks(self.given_len);
+        let is_shared = full_blocks == self.row().state.cached.shared_blocks;
+        tokens > 0
+            && tokens.is_multiple_of(BLOCK_TOKENS)
+            && (at_end || is_shared || tokens >= self.given_len)
+            && self.is_published()
+    }
+
+    /// Returns how many tokens the row may compute before its state is cached next.
+    pub(super) fn tokens_before_saved_state(&self) -> u32 {
+        let row = self.row();
+        let saved = [row.state.cached.shared_blocks, hit_blocks(self.given_len)];
+        let left = saved.map(|blocks| (blocks * BLOCK_TOKENS).saturating_sub(row.launched) as u32);
+        left.into_iter().filter(|left| *left > 0).min().unwrap_or(u32::MAX)
     }
 
     /// Returns the length at which this node's part ends: a sender samples one token.

@@ -37,7 +37,10 @@ impl Scheduler {
                     count(prefix);
                 }
                 SequencePhase::Loading { prefix, .. } => count(prefix),
-                SequencePhase::Ready(table) => count(&table.blocks),
+                SequencePhase::Ready(table) => {
+                    count(&table.blocks);
+                    count(&table.state.blocks);
+                }
                 SequencePhase::Running(row) => {
                     assert!(self.slots.is_current(row.slot, row.generation));
                     assert!(row.computed <= row.launched && row.launched <= row.length);
@@ -49,6 +52,8 @@ impl Scheduler {
                         assert_ne!(row.blocks[entry], NO_BLOCK, "entry {entry} is needed");
                     }
                     count(&row.blocks);
+                    count(&row.state.cached.blocks);
+                    row.state.saving.iter().for_each(|saving| count(&saving.blocks));
                 }
             }
         }

@@ -118,7 +118,7 @@ impl Scheduler {
             let SequencePhase::Ready(table) = ready else {
                 unreachable!("a sequence in `ready` is ready");
             };
-            self.kv.release(&table.blocks);
+            self.release_table(&table);
         }
         for (_, id) in self.sequences.running().to_vec() {
             let sequence = self.sequences.known_mut(id);

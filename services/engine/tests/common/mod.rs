@@ -72,11 +72,11 @@ pub(crate) fn kv_groups() -> impl Strategy<Value = KvGroups> {
     let windows = prop::collection::vec(prop_oneof![Just(0), 2..80usize], 1..4);
     let windows =
         prop_oneof![2 => Just(vec![0]), 1 => (2..80usize).prop_map(|it| vec![it]), 2 => windows];
-    let state_entries = prop_oneof![3 => Just(0), 1 => 1..5usize];
-    (windows, state_entries).prop_map(|(windows, state_entries)| {
+    let groups = windows.prop_map(|windows| {
         KvGroups::of_windows(&windows.into_iter().map(NonZeroUsize::new).collect::<Vec<_>>())
-            .with_state_entries(state_entries)
-    })
+    });
+    let with_state = |entries| KvGroups::default().with_state_entries(entries);
+    prop_oneof![3 => groups, 1 => (1..5usize).prop_map(with_state)]
 }
 
 /// Returns a greedy sequence whose deadline is far beyond every test.

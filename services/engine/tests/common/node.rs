@@ -43,6 +43,7 @@ struct Tracked {
     received: Vec<u32>,
     admitted: bool,
     local_prefill: bool,
+    cached_tokens: u32,
     end: Option<End>,
     transfer: Option<Transfer>,
     abort_received: bool,
@@ -178,6 +179,7 @@ impl Node {
             received: Vec::new(),
             admitted: false,
             local_prefill: false,
+            cached_tokens: 0,
             end: None,
             transfer,
             abort_received: false,
@@ -280,6 +282,16 @@ impl Node {
         self.sequences[&id].received.len()
     }
 
+    /// Returns the number of tokens that were cached when the sequence was admitted.
+    pub(crate) fn cached_tokens(&self, id: SequenceId) -> u32 {
+        self.sequences[&id].cached_tokens
+    }
+
+    /// Returns the tokens that the sequence has generated.
+    pub(crate) fn answer(&self, id: SequenceId) -> Vec<u32> {
+        self.sequences[&id].received.clone()
+    }
+
     pub(crate) fn finished(&self, id: SequenceId) -> bool {
         self.sequences[&id].end == Some(End::Finished)
     }
@@ -367,6 +379,7 @@ impl Node {
                 assert!(cached_tokens < tracked.new.tokens.len() as u32);
                 assert_ne!(tracked.new.kind, SequenceKind::Send);
                 tracked.local_prefill = local_prefill;
+                tracked.cached_tokens = cached_tokens;
             }
             Action::Reserve { first_block, blocks, .. } => {
                 assert_eq!(tracked.new.kind, SequenceKind::Receive);

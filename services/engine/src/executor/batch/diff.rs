@@ -20,6 +20,9 @@ impl<T: RowTokens> Batch<T> {
         for admitted in &plan.admitted {
             self.admit(admitted, refuse(admitted))?;
         }
+        for &(from, to) in &plan.copies {
+            self.check_blocks(&[from, to])?;
+        }
         let plans = self.plans;
         for (slot, blocks) in &plan.extended {
             self.check_blocks(blocks)?;
