@@ -20,6 +20,10 @@ pub struct StepSequence<'a> {
     /// The sequence's block table from position 0 on. Entries after the last token's block, and
     /// entries behind the windows, are ignored.
     pub blocks: &'a [BlockId],
+    /// Blocks of the sequence's recurrent state: [`StateShape::block_count`](crate::StateShape) of
+    /// them, at any ids; empty if the model has none. The step writes them. They hold the state
+    /// after all earlier positions. At position 0 a sequence starts from zeros, whatever they hold.
+    pub state: &'a [BlockId],
     /// Number of last tokens that yield logits: 0 within a prompt, 1 to sample, more to score or to
     /// verify draft tokens.
     pub sampled_rows: u32,
@@ -224,6 +228,7 @@ mod tests {
                     first_position: 30,
                     tokens: &[7, 8, 9],
                     blocks: &a,
+                    state: &[],
                     sampled_rows: 2,
                     adapter: None,
                 },
@@ -231,6 +236,7 @@ mod tests {
                     first_position: 16,
                     tokens: &[1],
                     blocks: &b,
+                    state: &[],
                     sampled_rows: 1,
                     adapter: None,
                 },
@@ -259,6 +265,7 @@ mod tests {
             first_position: 0,
             tokens: &[1],
             blocks: &blocks,
+            state: &[],
             sampled_rows: 1,
             adapter: None,
         };

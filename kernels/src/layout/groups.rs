@@ -10,7 +10,7 @@ use std::{
     cmp::Reverse, collections::BTreeMap, fmt, iter, mem, num::NonZeroUsize, ops::Range, sync::Arc,
 };
 
-use super::{BLOCK_TOKENS, BlockId, KvLayout};
+use super::{BLOCK_TOKENS, BlockId, KvLayout, StateShape};
 
 /// Entry of a block table that has no block, because no later token attends to its tokens.
 pub const NO_BLOCK: BlockId = BlockId(u32::MAX);
@@ -35,14 +35,19 @@ struct KvGroup {
 }
 
 /// The KV groups of a model, at least one: groups without a window, then the others by decreasing
-/// window. All groups have the same number of layers.
+/// window. All groups have the same number of layers. Layers are those with attention, numbered
+/// from 0: layers with linear attention have no KV but a recurrent state.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct KvGroups(Arc<[KvGroup]>);
+pub struct KvGroups {
+    groups: Arc<[KvGroup]>,
+    state: Option<StateShape>,
+}
 
 impl KvGroups {
     /// Returns the single group of a model that keeps the KV of all tokens.
     pub fn whole(layer_count: usize) -> Self {
-        Self([KvGroup { layers: (0..layer_count).collect(), window: None }].into())
+        let group = KvGroup { layers: (0..layer_count).collect(), window: None };
+        Self { groups: [group].into(), state: None }
     }
 
     /// Returns the groups of layers with these windows. The number of layers of every group is the
@@ -62,28 +67,39 @@ impl KvGroups {
         let groups = layers.iter().flat_map(|(&(_, window), layers)| {
             layers.chunks(size).map(move |layers| KvGroup { layers: layers.to_vec(), window })
         });
-        Self(groups.collect())
+        Self { groups: groups.collect(), state: None }
+    }
+
+    /// Returns the groups of a model whose sequences have this recurrent state.
+    pub fn with_state(self, state: Option<StateShape>) -> Self {
+        Self { state, ..self }
+    }
+
+    /// Returns the recurrent state of a sequence, in all layers with linear attention; `None`: the
+    /// model has no such layers.
+    pub fn state(&self) -> Option<StateShape> {
+        self.state
     }
 
     /// Returns the number of groups: the entries of a block table for every 16 tokens.
     pub fn count(&self) -> usize {
-        self.0.len()
+        self.groups.len()
     }
 
     /// Returns the tokens that a token attends to in each group, itself included, if bounded.
     pub fn windows(&self) -> impl Iterator<Item = Option<NonZeroUsize>> {
-        self.0.iter().map(|group| group.window)
+        self.groups.iter().map(|group| group.window)
     }
 
     /// Returns the layout of a block of one group. `whole` is the layout with all layers.
     pub fn block_layout(&self, whole: KvLayout) -> KvLayout {
-        KvLayout { layer_count: self.0[0].layers.len(), ..whole }
+        KvLayout { layer_count: self.groups[0].layers.len(), ..whole }
     }
 
     /// Returns each layer's group, and the layer's index in the blocks of this group.
     pub fn places(&self) -> Vec<(usize, usize)> {
-        let mut places = vec![(0, 0); self.0.iter().map(|group| group.layers.len()).sum()];
-        for (number, group) in self.0.iter().enumerate() {
+        let mut places = vec![(0, 0); self.groups.iter().map(|group| group.layers.len()).sum()];
+        for (number, group) in self.groups.iter().enumerate() {
             for (index, &layer) in group.layers.iter().enumerate() {
                 places[layer] = (number, index);
             }
@@ -103,7 +119,7 @@ impl KvGroups {
 
     /// Returns the tokens that a token attends to in a group, itself included, if bounded.
     pub(crate) fn window(&self, group: usize) -> Option<NonZeroUsize> {
-        self.0[group].window
+        self.groups[group].window
     }
 
     /// Returns the index of a group's first block to which a token at position `computed` or later
@@ -166,8 +182,8 @@ impl KvGroups {
     }
 
     /// Returns the description that nodes compare during the handshake: the block layout and,
-    /// unless all layers keep the KV of all tokens, the groups' windows and layers, and the blocks
-    /// that a prefill node [sends](Self::sent).
+    /// unless all layers keep the KV of all tokens, the groups' windows and layers, the recurrent
+    /// state, and the blocks that a prefill node [sends](Self::sent).
     pub fn describe(&self, whole: KvLayout) -> String {
         let sent = if self.has_windows() { " sent=equal-prompt" } else { "" };
         format!("{}{self}{sent}", self.block_layout(whole))
@@ -181,20 +197,22 @@ impl Default for KvGroups {
     }
 }
 
-/// Formats the windows of the groups, and for several groups the group of each layer (base 36).
+/// Formats the windows of the groups, for several groups the group of each layer (base 36), and the
+/// recurrent state.
 impl fmt::Display for KvGroups {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = |group: &KvGroup| group.window.map_or("all".into(), |it| it.to_string());
-        match &*self.0 {
-            [KvGroup { window: None, .. }] => Ok(()),
-            [group] => write!(f, " window={}", name(group)),
+        match &*self.groups {
+            [KvGroup { window: None, .. }] => {}
+            [group] => write!(f, " window={}", name(group))?,
             groups => {
                 let windows: Vec<_> = groups.iter().map(name).collect();
                 let digit = |(group, _)| char::from_digit(group as u32, 36).unwrap_or('?');
                 let layers: String = self.places().into_iter().map(digit).collect();
-                write!(f, " windows={} groups={layers}", windows.join(","))
+                write!(f, " windows={} groups={layers}", windows.join(","))?;
             }
         }
+        self.state.map_or(Ok(()), |state| write!(f, " {state}"))
     }
 }
 
@@ -240,6 +258,23 @@ mod tests {
         assert!(five_to_one.describe(WHOLE).contains("windows=all,9,9,9,9,9 "));
     }
 
+    #[test]
+    fn a_recurrent_state_is_described() {
+        let state = StateShape {
+            layer_count: 36,
+            key_heads: 16,
+            value_heads: 32,
+            key_dim: 128,
+            value_dim: 64,
+            conv_taps: 3,
+        };
+        let groups = KvGroups::whole(24).with_state(Some(state));
+        let described = "state=layers:36,keys:16x128,values:32x64,taps:3";
+        assert_eq!(groups.describe(WHOLE), format!("{WHOLE} {described}"));
+        assert_eq!((groups.state(), groups.places().len()), (Some(state), 24));
+        assert_ne!(groups, KvGroups::whole(24));
+    }
+
     /// Two groups of gpt-oss hold the KV of a running sequence in about half the memory.
     #[test]
     fn two_groups_hold_nearly_twice_the_tokens_of_one() {
@@ -269,7 +304,7 @@ mod tests {
             for (layer, &(group, index)) in groups.places().iter().enumerate() {
                 prop_assert!(index < size);
                 prop_assert!(!std::mem::replace(&mut seen[group * size + index], true));
-                let window = groups.0[group].window;
+                let window = groups.groups[group].window;
                 prop_assert!(is_whole || window == NonZeroUsize::new(tokens[layer]));
             }
             let others = KvGroups::of_windows(&windows(&other));
@@ -292,7 +327,7 @@ mod tests {
             let blocks = computed.div_ceil(BLOCK_TOKENS);
             let needed: Vec<_> = groups.needed(computed, 0..blocks).collect();
             for position in 0..blocks * BLOCK_TOKENS {
-                for (number, group) in groups.0.iter().enumerate() {
+                for (number, group) in groups.groups.iter().enumerate() {
                     let window = group.window.map_or(usize::MAX, NonZeroUsize::get);
                     let block = position / BLOCK_TOKENS;
                     let last = (block + 1) * BLOCK_TOKENS - 1;
