@@ -13,6 +13,7 @@ pub(crate) use groups::GROUPS_MAX;
 pub use groups::{KvGroups, NO_BLOCK, hit_blocks};
 use serde::{Deserialize, Serialize};
 pub use states::StateShape;
+pub(crate) use states::{LaneHead, StatePlaces};
 
 /// Tokens per block.
 pub const BLOCK_TOKENS: usize = 16;
