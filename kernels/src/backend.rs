@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     fp8::BlockScales,
     int4::ColumnGroups,
-    layout::{Dtype, KvLayout, to_bf16_bits},
+    layout::{Dtype, KvLayout, StateShape, to_bf16_bits},
     shard::Shard,
 };
 
@@ -176,7 +176,7 @@ impl HeadShape {
 /// Parameters of one layer's attention.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LayerAttention {
-    /// Index of the layer.
+    /// Index of the layer among those with attention.
     pub layer: usize,
     pub heads: HeadShape,
     /// Factor of the scores before the softmax, usually 1 / √head_dim.
@@ -184,6 +184,26 @@ pub struct LayerAttention {
     /// Size of the sliding window: a row attends to this many tokens, itself included. With `None`,
     /// a row attends to itself and all earlier tokens.
     pub window: Option<NonZeroUsize>,
+}
+
+/// Parameters and weights of one layer's linear attention (Gated DeltaNet), without its GEMMs.
+#[derive(Debug)]
+pub struct GatedDelta<'a, V> {
+    /// Index of the layer among those with linear attention.
+    pub layer: usize,
+    /// Heads of the rank.
+    pub shape: StateShape,
+    /// Depthwise convolution of queries, keys and values: `[channels][conv_taps + 1]`, the oldest
+    /// input first. Channels are queries, then keys, then values.
+    pub conv: &'a V,
+    /// Logarithm of the decay rate of each value head.
+    pub decay_log: &'a V,
+    /// Bias of the decay's time step of each value head.
+    pub time_bias: &'a V,
+    /// Weight `[value_dim]` of the RMS norm of each value head's output.
+    pub norm: &'a V,
+    /// Epsilon of the norm.
+    pub eps: f32,
 }
 
 /// Weights of the operations between the QKV GEMM and attention: QKV bias, QK norm and rotary
@@ -493,6 +513,35 @@ pub trait Backend: Send + 'static {
         step: &Self::Step,
         out: &mut Self::Buffer,
     );
+    /// Computes `x[row][i] *= sigmoid(gate[row][i])`. Only a backend that admits models with output
+    /// gates of attention implements this operation.
+    fn apply_gate(&mut self, _rows: usize, _gate: &Self::Buffer, _x: &mut Self::Buffer) {
+        panic!("the backend does not admit models with output gates of attention");
+    }
+    /// Computes linear attention (Gated DeltaNet) of every row, and updates the recurrent states of
+    /// the step's sequences. A sequence at position 0 starts from zeros.
+    ///
+    /// `projected` is `[rows][projected_width]`: queries, keys, values and output gates of all
+    /// heads. `rates` is `[rows][2 · value_heads]`: `b` of all value heads, then `a`. `out` is
+    /// `[rows][value_width]`.
+    ///
+    /// Queries, keys and values go through the convolution and `silu`. A query or key is divided by
+    /// its L2 norm, a query also by `√key_dim`. A value head has the query and key of head
+    /// `value head · key_heads / value_heads`, and a state S `[key_dim][value_dim]`. For each row,
+    /// in order: `S *= exp(-exp(decay_log) · softplus(a + time_bias))`, then
+    /// `S += k ⊗ (sigmoid(b) · (v - k · S))`. The output is `rms_norm(q · S) · norm · silu(gate)`.
+    ///
+    /// Only a backend that admits models with linear attention implements this operation.
+    fn gated_delta(
+        &mut self,
+        _delta: GatedDelta<'_, Self::Vector>,
+        _projected: &Self::Buffer,
+        _rates: &Self::Buffer,
+        _step: &mut Self::Step,
+        _out: &mut Self::Buffer,
+    ) {
+        panic!("the backend does not admit models with linear attention");
+    }
     /// Computes `out[row][i]` from the gate value `gate_up[row][i]` and the up value
     /// `gate_up[row][width + i]`. Only experts have [`GatedActivation::ClampedSwiGlu`].
     fn activate(

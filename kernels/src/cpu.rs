@@ -18,6 +18,7 @@ mod attention;
 mod bias;
 mod buffer;
 pub mod collective;
+mod delta;
 mod disjoint_slice;
 mod embed;
 mod experts;
@@ -51,8 +52,8 @@ pub use step::{CpuStep, StepError, StepSequence};
 use self::{aligned::Slab, isa::Level, threads::ThreadPool};
 use crate::{
     backend::{
-        Backend, ExpertLoad, ExpertShape, ExpertWeights, GatedActivation, HeadShape, HeadWeights,
-        LayerAttention, LowRankShape, LowRankUpdate, NormSpan, RowSource,
+        Backend, ExpertLoad, ExpertShape, ExpertWeights, GatedActivation, GatedDelta, HeadShape,
+        HeadWeights, LayerAttention, LowRankShape, LowRankUpdate, NormSpan, RowSource,
     },
     layout::{KvLayout, WeightFormat},
     sampling::SampledToken,
@@ -97,6 +98,8 @@ pub struct CpuBackend {
     slab: Mutex<Slab>,
     gemms: matmul::MatmulScratch,
     tiles: attention::AttentionScratch,
+    /// Recurrent states of a task, one per thread.
+    states: Vec<Mutex<delta::DeltaScratch>>,
     /// Sampling memory, one per thread.
     draws: Vec<Mutex<sample::SampleScratch>>,
     /// The shard of a model that the backend packs and computes.
@@ -140,6 +143,7 @@ impl CpuBackend {
             slab: Mutex::default(),
             gemms: matmul::MatmulScratch::default(),
             tiles: attention::AttentionScratch::new(threads),
+            states: (0..threads).map(|_| Mutex::default()).collect(),
             draws: (0..threads).map(|_| Mutex::default()).collect(),
             shard: Shard::WHOLE,
             group: None,
@@ -159,6 +163,7 @@ impl CpuBackend {
             slab: Mutex::default(),
             gemms: matmul::MatmulScratch::default(),
             tiles: attention::AttentionScratch::new(1),
+            states: Vec::new(),
             draws: Vec::new(),
             shard: self.shard,
             group: None,
@@ -422,6 +427,28 @@ impl Backend for CpuBackend {
         attention::attention(self.level, pool, scratch, input, step, out);
     }
 
+    fn apply_gate(&mut self, rows: usize, gate: &CpuBuffer, x: &mut CpuBuffer) {
+        assert_eq!(gate.width(), x.width(), "apply_gate: widths are equal");
+        let (level, width, x) = (self.level, x.width(), x.rows_mut(rows));
+        gated::apply_gate(level, self.pool(), width, gate.rows(rows), x);
+    }
+
+    fn gated_delta(
+        &mut self,
+        delta: GatedDelta<'_, CpuVector>,
+        projected: &CpuBuffer,
+        rates: &CpuBuffer,
+        step: &mut CpuStep,
+        out: &mut CpuBuffer,
+    ) {
+        check_delta(&delta, [projected, rates, out], step);
+        let (projected, rates) = (projected.rows(step.rows()), rates.rows(step.rows()));
+        let input = delta::DeltaInput { delta, projected, rates };
+        let pool = self.pool.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let out = out.rows_mut(step.rows());
+        delta::gated_delta(self.level, pool, &self.states, &input, step, out);
+    }
+
     fn activate(
         &mut self,
         activation: GatedActivation,
@@ -486,5 +513,32 @@ fn check_heads(shape: HeadShape, qkv: &CpuBuffer, step: &CpuStep) {
     assert!(
         layout.kv_head_count == shape.kv_heads && layout.head_dim == shape.head_dim,
         "the arena's blocks ({layout}) hold the layer's heads {shape:?}"
+    );
+}
+
+/// Panics when the model's linear attention does not match its buffers, its weights and the states
+/// of its sequences, which is a bug and never a request's fault.
+fn check_delta(
+    delta: &GatedDelta<'_, CpuVector>,
+    [projected, rates, out]: [&CpuBuffer; 3],
+    step: &CpuStep,
+) {
+    let shape = delta.shape;
+    let (lane, lanes) = (step.state_places().lane, step.layout().kv_head_count);
+    assert!(
+        delta.layer < shape.layer_count && lane == shape.part(lanes) && lane.key_heads > 0,
+        "the sequences' states ({lane} in each of {lanes} lanes) are those of {shape}"
+    );
+    assert!(shape.value_heads.is_multiple_of(shape.key_heads), "key heads divide the value heads");
+    assert_eq!(
+        [projected, rates, out].map(CpuBuffer::width),
+        [shape.projected_width(), 2 * shape.value_heads, shape.value_width()],
+        "gated_delta: buffers have the widths of the heads"
+    );
+    let channels = 2 * shape.key_width() + shape.value_width();
+    assert_eq!(
+        [delta.conv, delta.decay_log, delta.time_bias, delta.norm].map(|it| it.values().len()),
+        [channels * (shape.conv_taps + 1), shape.value_heads, shape.value_heads, shape.value_dim],
+        "gated_delta: weights have the sizes of the heads"
     );
 }

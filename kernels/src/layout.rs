@@ -5,12 +5,15 @@
 //! follow its elements: see [`crate::kv_fp8`].
 
 mod groups;
+mod states;
 
 use std::fmt;
 
 pub(crate) use groups::GROUPS_MAX;
 pub use groups::{KvGroups, NO_BLOCK, hit_blocks};
 use serde::{Deserialize, Serialize};
+pub use states::StateShape;
+pub(crate) use states::{LaneHead, StatePlaces};
 
 /// Tokens per block.
 pub const BLOCK_TOKENS: usize = 16;

@@ -36,6 +36,7 @@ pub mod shared;
 pub use arena::{ArenaError, BlockRead, BlockWrite, KvArena};
 pub use backend::{Backend, Packer, RowSource};
 pub use layout::{
-    BLOCK_TOKENS, BlockId, Dtype, KvFormat, KvGroups, KvLayout, NO_BLOCK, WeightFormat, hit_blocks,
+    BLOCK_TOKENS, BlockId, Dtype, KvFormat, KvGroups, KvLayout, NO_BLOCK, StateShape, WeightFormat,
+    hit_blocks,
 };
 pub use shard::Shard;

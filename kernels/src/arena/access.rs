@@ -255,15 +255,49 @@ impl StepAccess {
         }
     }
 
+    /// Returns `len` f32 of a block with recurrent states, for reading and writing: those from
+    /// element `first` on of piece `piece` of a lane. Piece `layer · 2 + half` is the KV of that
+    /// layer and half.
+    ///
+    /// Panics when the block is held for reading only, or the range is outside the piece.
+    ///
+    /// # Safety
+    /// While the slice lives, no other slice of these elements exists on any thread.
+    #[inline]
+    #[allow(clippy::mut_from_ref)] // Exclusive by the caller's promise: threads share a step.
+    pub(crate) unsafe fn state_mut(
+        &self,
+        held: HeldBlock,
+        (piece, lane): (usize, usize),
+        first: usize,
+        len: usize,
+    ) -> &mut [f32] {
+        let layout = self.arena.layout;
+        let half = if piece.is_multiple_of(2) { KvHalf::Key } else { KvHalf::Value };
+        self.check_written(held);
+        assert!((first + len) * size_of::<f32>() <= layout.head_bytes(), "inside the piece");
+        // SAFETY: the checks above keep the range inside the piece. Pieces begin at multiples of 16
+        // bytes of a page, so the pointer is aligned, and any four bytes are an f32. The caller
+        // ensures exclusive access.
+        unsafe {
+            let start = self.head_start(held, piece / 2, half, lane).cast::<f32>().add(first);
+            slice::from_raw_parts_mut(start, len)
+        }
+    }
+
     fn check_write(&self, held: HeldBlock, token: usize) {
+        self.check_written(held);
+        assert!(
+            token < BLOCK_TOKENS,
+            "token {token} is out of range: a block has {BLOCK_TOKENS} tokens"
+        );
+    }
+
+    fn check_written(&self, held: HeldBlock) {
         assert!(
             self.is_written(held),
             "cannot write block {:?}: it is held for reading",
             self.blocks[held.index()]
-        );
-        assert!(
-            token < BLOCK_TOKENS,
-            "token {token} is out of range: a block has {BLOCK_TOKENS} tokens"
         );
     }
 
@@ -275,15 +309,21 @@ impl StepAccess {
         half: KvHalf,
         head: usize,
     ) -> *mut T {
+        let format = self.arena.layout.format;
+        assert!(T::FORMAT == format, "the arena holds {format}");
+        // The arena starts at a page boundary, and heads are whole numbers of elements, so the
+        // pointer is aligned.
+        self.head_start(held, layer, half, head).cast()
+    }
+
+    /// Returns the address of the first byte of one head's 16 tokens.
+    #[inline]
+    fn head_start(&self, held: HeldBlock, layer: usize, half: KvHalf, head: usize) -> *mut u8 {
         let layout = self.arena.layout;
-        assert!(T::FORMAT == layout.format, "the arena holds {}", layout.format);
         assert!(layer < layout.layer_count && head < self.heads.len(), "inside the layout");
         let block = self.arena.block_ptr(self.blocks[held.index()]);
-        // SAFETY: the layout places every head inside the block's bytes. The arena starts at a page
-        // boundary, and heads are whole numbers of elements, so the pointer is aligned.
-        unsafe {
-            block.add(layout.head_offset(layer, half, self.heads.start + head)).as_ptr().cast()
-        }
+        // SAFETY: the layout places every head inside the block's bytes.
+        unsafe { block.add(layout.head_offset(layer, half, self.heads.start + head)).as_ptr() }
     }
 }
 

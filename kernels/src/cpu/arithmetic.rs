@@ -67,6 +67,14 @@ pub(crate) fn exp(x: f32) -> f32 {
     if is_zero { 0.0 } else { result }
 }
 
+/// Returns `1 / (1 + e^-x)`.
+#[inline(always)]
+pub(crate) fn sigmoid(x: f32) -> f32 {
+    // The power of a number that is not positive, which `exp` requires.
+    let power = exp(-x.abs());
+    if x < 0.0 { power / (1.0 + power) } else { 1.0 / (1.0 + power) }
+}
+
 /// Returns `x · sigmoid(x)`. Returns NaN for NaN and, as PyTorch, for -∞.
 #[inline(always)]
 pub(crate) fn silu(x: f32) -> f32 {

@@ -415,6 +415,7 @@ mod tests {
                 first_position: first,
                 tokens: &tokens[..count as usize],
                 blocks,
+                state: &[],
                 sampled_rows: 0,
                 adapter: None,
             })

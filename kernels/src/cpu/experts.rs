@@ -4,7 +4,7 @@
 //! outputs are added in this order, so the sum does not depend on the other rows.
 
 use super::{
-    arithmetic::exp,
+    arithmetic::{exp, sigmoid},
     bias::add_bias,
     buffer::CpuVector,
     gated::activate,
@@ -166,12 +166,6 @@ fn softmax(logits: &[f32]) -> Vec<f32> {
     let powers: Vec<f32> = logits.iter().map(|logit| exp(logit - greatest)).collect();
     let sum: f32 = powers.iter().sum();
     powers.into_iter().map(|power| power / sum).collect()
-}
-
-fn sigmoid(logit: f32) -> f32 {
-    // The power of a number that is not positive, which `exp` requires.
-    let power = exp(-logit.abs());
-    if logit < 0.0 { power / (1.0 + power) } else { 1.0 / (1.0 + power) }
 }
 
 /// Returns the sum of the two greatest scores.

@@ -1,7 +1,7 @@
 //! Activation of gated networks, such as `out[i] = silu(gate[i]) · up[i]`.
 
 use super::{
-    arithmetic::{gelu_tanh, silu},
+    arithmetic::{gelu_tanh, sigmoid, silu},
     isa::{Level, per_level},
     threads::ThreadPool,
 };
@@ -49,6 +49,26 @@ per_level! {
                     }
                 }
             }
+        }
+    }
+}
+
+/// Computes `x[i] *= sigmoid(gate[i])`; both are `[rows][width]`.
+pub(crate) fn apply_gate(
+    level: Level,
+    pool: &mut ThreadPool,
+    width: usize,
+    gate: &[f32],
+    x: &mut [f32],
+) {
+    let piece = pool.rows_per_task(x.len() / width, width) * width;
+    pool.for_each_piece(x, piece, |_, task, x| gate_values(level, &gate[task * piece..], x));
+}
+
+per_level! {
+    fn gate_values(gate: &[f32], x: &mut [f32]) {
+        for (x, &gate) in x.iter_mut().zip(gate) {
+            *x *= sigmoid(gate);
         }
     }
 }

@@ -179,12 +179,12 @@ fn norm_row(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
 
 /// Returns the factor that makes the mean square of `x` one.
 #[inline(always)]
-fn scale(x: &[f32], eps: f32) -> f32 {
+pub(super) fn scale(x: &[f32], eps: f32) -> f32 {
     1.0 / (sum_of_squares(x) / x.len() as f32 + eps).sqrt()
 }
 
 #[inline(always)]
-fn sum_of_squares(x: &[f32]) -> f32 {
+pub(super) fn sum_of_squares(x: &[f32]) -> f32 {
     let mut lanes = [0.0_f32; LANES];
     let (groups, rest) = x.as_chunks::<LANES>();
     for group in groups {

@@ -208,6 +208,7 @@ mod tests {
             first_position: first,
             tokens: &tokens,
             blocks: &blocks,
+            state: &[],
             sampled_rows: 0,
             adapter: None,
         };

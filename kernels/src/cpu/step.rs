@@ -5,7 +5,7 @@ use std::{ops::Range, sync::Arc};
 use super::rope::Rotation;
 use crate::{
     arena::{ArenaError, HeldBlock, KvArena, StepAccess},
-    layout::{BLOCK_TOKENS, BlockId, KvGroups, KvLayout},
+    layout::{BLOCK_TOKENS, BlockId, KvGroups, KvLayout, StatePlaces},
 };
 
 /// Part of a step that belongs to one sequence: `tokens` at consecutive positions.
@@ -20,6 +20,10 @@ pub struct StepSequence<'a> {
     /// The sequence's block table from position 0 on. Entries after the last token's block, and
     /// entries behind the windows, are ignored.
     pub blocks: &'a [BlockId],
+    /// Blocks of the sequence's recurrent state: [`StateShape::block_count`](crate::StateShape) of
+    /// them, at any ids; empty if the model has none. The step writes them. They hold the state
+    /// after all earlier positions. At position 0 a sequence starts from zeros, whatever they hold.
+    pub state: &'a [BlockId],
     /// Number of last tokens that yield logits: 0 within a prompt, 1 to sample, more to score or to
     /// verify draft tokens.
     pub sampled_rows: u32,
@@ -36,6 +40,8 @@ pub enum StepError {
     TooManySampled { sequence: usize, sampled_rows: u32, rows: usize },
     #[error("sequence {sequence} reaches position {last_position} with {blocks} blocks of 16")]
     TableTooShort { sequence: usize, last_position: u64, blocks: usize },
+    #[error("sequence {sequence} has {blocks} blocks of a recurrent state; expected {expected}")]
+    WrongState { sequence: usize, blocks: usize, expected: usize },
     /// A block is out of range, written by two sequences, or borrowed by another owner.
     #[error(transparent)]
     Arena(#[from] ArenaError),
@@ -55,8 +61,12 @@ pub struct CpuStep {
     pub(crate) sequences: Vec<SequenceRows>,
     /// For each KV group the block tables of all sequences, concatenated.
     tables: Vec<Vec<HeldBlock>>,
-    /// KV group of each layer, and index of the layer in the group's blocks.
+    /// KV group of each layer with attention, and index of the layer in the group's blocks.
     places: Vec<(usize, usize)>,
+    /// The blocks of the recurrent states of all sequences, concatenated.
+    states: Vec<HeldBlock>,
+    /// Places of the rows of a recurrent state, if the model has one.
+    state_places: Option<StatePlaces>,
     /// Rows that yield logits, ascending.
     pub(crate) sampled: Vec<usize>,
     /// Slot of each row's adapter.
@@ -73,6 +83,8 @@ pub(crate) struct SequenceRows {
     pub first_position: usize,
     /// Range of the sequence in each of `CpuStep::tables`: every block up to the last row's.
     pub table: Range<usize>,
+    /// Range of the sequence in `CpuStep::states`.
+    pub state: Range<usize>,
 }
 
 impl CpuStep {
@@ -84,7 +96,8 @@ impl CpuStep {
     }
 
     /// Creates a step as [`Self::new`] does, but of a model with these KV groups, and with access
-    /// to these heads of the arena only: a rank computes some of the heads.
+    /// to these heads of the arena only: a rank computes some of the heads. The groups' recurrent
+    /// state has all heads of the arena.
     ///
     /// # Panics
     /// When the arena does not have these heads.
@@ -95,12 +108,19 @@ impl CpuStep {
         sequences: &[StepSequence<'_>],
     ) -> Result<Self, StepError> {
         let (mut reads, mut writes) = (Vec::new(), Vec::new());
+        let (state, layout) = (groups.state(), arena.layout());
+        let expected = state.map_or(0, |state| state.block_count(layout));
         for (index, sequence) in sequences.iter().enumerate() {
             let (table, first) = (checked_table(index, groups, sequence)?, sequence.first_position);
             let first_written = first as usize / BLOCK_TOKENS;
             let read = groups.needed(first as usize, 0..first_written);
             reads.extend(read.map(|entry| table[entry]));
             writes.extend_from_slice(&table[first_written * groups.count()..]);
+            let blocks = sequence.state.len();
+            if blocks != expected {
+                return Err(StepError::WrongState { sequence: index, blocks, expected });
+            }
+            writes.extend_from_slice(sequence.state);
         }
         let access = StepAccess::acquire_heads(arena, heads, &reads, &writes)?;
         let row_count = sequences.iter().map(|sequence| sequence.tokens.len()).sum();
@@ -111,6 +131,8 @@ impl CpuStep {
             sequences: Vec::with_capacity(sequences.len()),
             tables: vec![Vec::new(); groups.count()],
             places: groups.places(),
+            states: Vec::new(),
+            state_places: state.map(|state| StatePlaces::new(state, layout)),
             sampled: Vec::new(),
             adapters: Vec::with_capacity(row_count),
             access,
@@ -141,7 +163,10 @@ impl CpuStep {
             self.positions.push(position as u32);
             self.row_blocks.push(begin + position / BLOCK_TOKENS);
         }
-        self.sequences.push(SequenceRows { rows, first_position, table });
+        let find = |&block| self.access.find(block).expect("every state was acquired");
+        let state = self.states.len()..self.states.len() + sequence.state.len();
+        self.states.extend(sequence.state.iter().map(find));
+        self.sequences.push(SequenceRows { rows, first_position, table, state });
     }
 
     /// Returns the number of token rows.
@@ -157,6 +182,31 @@ impl CpuStep {
     /// Returns the layout of the KV of all layers, with the step's heads only.
     pub fn layout(&self) -> KvLayout {
         KvLayout { layer_count: self.places.len(), ..self.access.layout() }
+    }
+
+    /// Returns the places of the rows of a recurrent state.
+    ///
+    /// # Panics
+    /// When the model has no recurrent state.
+    pub(crate) fn state_places(&self) -> StatePlaces {
+        self.state_places.expect("a model with linear attention has a recurrent state")
+    }
+
+    /// Returns `len` elements of a row of a lane of a sequence's recurrent state.
+    ///
+    /// # Safety
+    /// While the slice lives, no other slice of this row exists on any thread.
+    #[allow(clippy::mut_from_ref)] // Exclusive by the caller's promise: threads share a step.
+    pub(crate) unsafe fn state_row(
+        &self,
+        sequence: &SequenceRows,
+        (lane, row): (usize, usize),
+        len: usize,
+    ) -> &mut [f32] {
+        let (block, piece, first) = self.state_places().place(row);
+        let held = self.states[sequence.state.clone()][block];
+        // SAFETY: rows do not overlap, and the caller ensures exclusive access to this row.
+        unsafe { self.access.state_mut(held, (piece, lane), first, len) }
     }
 
     /// Returns a sequence's block table in the layer's KV group, and the index of the layer in
@@ -224,6 +274,7 @@ mod tests {
                     first_position: 30,
                     tokens: &[7, 8, 9],
                     blocks: &a,
+                    state: &[],
                     sampled_rows: 2,
                     adapter: None,
                 },
@@ -231,6 +282,7 @@ mod tests {
                     first_position: 16,
                     tokens: &[1],
                     blocks: &b,
+                    state: &[],
                     sampled_rows: 1,
                     adapter: None,
                 },
@@ -259,6 +311,7 @@ mod tests {
             first_position: 0,
             tokens: &[1],
             blocks: &blocks,
+            state: &[],
             sampled_rows: 1,
             adapter: None,
         };

@@ -14,7 +14,7 @@ use std::{
     cmp::Reverse, collections::BTreeMap, fmt, iter, mem, num::NonZeroUsize, ops::Range, sync::Arc,
 };
 
-use super::{BLOCK_TOKENS, BlockId, KvLayout};
+use super::{BLOCK_TOKENS, BlockId, KvLayout, StateShape};
 
 /// Entry of a block table that has no block, because no later token attends to its tokens.
 pub const NO_BLOCK: BlockId = BlockId(u32::MAX);
@@ -39,10 +39,12 @@ struct KvGroup {
 }
 
 /// The KV groups of a model, at least one: groups without a window, then the others by decreasing
-/// window. All groups have the same number of layers.
+/// window. All groups have the same number of layers. Layers are those with attention, numbered
+/// from 0: layers with linear attention have no KV but a recurrent state.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct KvGroups {
     groups: Arc<[KvGroup]>,
+    state: Option<StateShape>,
     /// Entries of the state in a block table.
     state_entries: usize,
 }
@@ -74,7 +76,12 @@ impl KvGroups {
     }
 
     fn of(groups: impl IntoIterator<Item = KvGroup>) -> Self {
-        Self { groups: groups.into_iter().collect(), state_entries: 0 }
+        Self { groups: groups.into_iter().collect(), state: None, state_entries: 0 }
+    }
+
+    /// Returns the groups of a model whose sequences have this recurrent state.
+    pub fn with_state(self, state: Option<StateShape>) -> Self {
+        Self { state, ..self }
     }
 
     /// Returns the groups of a model whose sequences have a state of this many blocks.
@@ -85,6 +92,12 @@ impl KvGroups {
     pub fn with_state_entries(self, state_entries: usize) -> Self {
         assert!(state_entries == 0 || !self.has_windows(), "a state beside windows");
         Self { state_entries, ..self }
+    }
+
+    /// Returns the recurrent state of a sequence, in all layers with linear attention; `None`: the
+    /// model has no such layers.
+    pub fn state(&self) -> Option<StateShape> {
+        self.state
     }
 
     /// Returns the number of entries at the begin of a block table that are the state.
@@ -219,8 +232,8 @@ impl KvGroups {
     }
 
     /// Returns the description that nodes compare during the handshake: the block layout and,
-    /// unless all layers keep the KV of all tokens, the groups' windows and layers, and the blocks
-    /// that a prefill node [sends](Self::sent).
+    /// unless all layers keep the KV of all tokens, the groups' windows and layers, the recurrent
+    /// state, and the blocks that a prefill node [sends](Self::sent).
     pub fn describe(&self, whole: KvLayout) -> String {
         let sent = if self.has_windows() { " sent=equal-prompt" } else { "" };
         format!("{}{self}{sent}", self.block_layout(whole))
@@ -234,20 +247,22 @@ impl Default for KvGroups {
     }
 }
 
-/// Formats the windows of the groups, and for several groups the group of each layer (base 36).
+/// Formats the windows of the groups, for several groups the group of each layer (base 36), and the
+/// recurrent state.
 impl fmt::Display for KvGroups {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = |group: &KvGroup| group.window.map_or("all".into(), |it| it.to_string());
         match &*self.groups {
-            [KvGroup { window: None, .. }] => Ok(()),
-            [group] => write!(f, " window={}", name(group)),
+            [KvGroup { window: None, .. }] => {}
+            [group] => write!(f, " window={}", name(group))?,
             groups => {
                 let windows: Vec<_> = groups.iter().map(name).collect();
                 let digit = |(group, _)| char::from_digit(group as u32, 36).unwrap_or('?');
                 let layers: String = self.places().into_iter().map(digit).collect();
-                write!(f, " windows={} groups={layers}", windows.join(","))
+                write!(f, " windows={} groups={layers}", windows.join(","))?;
             }
         }
+        self.state.map_or(Ok(()), |state| write!(f, " {state}"))
     }
 }
 
@@ -291,6 +306,23 @@ mod tests {
         let five_to_one = KvGroups::of_windows(&windows(&[9, 9, 9, 9, 9, 0].repeat(4)));
         assert_eq!(five_to_one.count(), 6);
         assert!(five_to_one.describe(WHOLE).contains("windows=all,9,9,9,9,9 "));
+    }
+
+    #[test]
+    fn a_recurrent_state_is_described() {
+        let state = StateShape {
+            layer_count: 36,
+            key_heads: 16,
+            value_heads: 32,
+            key_dim: 128,
+            value_dim: 64,
+            conv_taps: 3,
+        };
+        let groups = KvGroups::whole(24).with_state(Some(state));
+        let described = "state=layers:36,keys:16x128,values:32x64,taps:3";
+        assert_eq!(groups.describe(WHOLE), format!("{WHOLE} {described}"));
+        assert_eq!((groups.state(), groups.places().len()), (Some(state), 24));
+        assert_ne!(groups, KvGroups::whole(24));
     }
 
     /// Two groups of gpt-oss hold the KV of a running sequence in about half the memory.

@@ -482,6 +482,7 @@ fn step_sequence<'a>(batch: &'a Batch, scheduled: &ScheduledRow) -> StepSequence
         first_position: scheduled.start as u32,
         tokens: &row.tokens[scheduled.start..scheduled.end()],
         blocks: &row.blocks,
+        state: &[],
         sampled_rows: logit_rows(batch, scheduled) as u32,
         adapter: row.adapter,
     }

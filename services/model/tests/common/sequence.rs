@@ -118,6 +118,7 @@ impl Runner {
                 first_position: sequence.position,
                 tokens,
                 blocks: &sequence.blocks,
+                state: &[],
                 sampled_rows: *sampled,
                 adapter: sequence.adapter,
             })
