@@ -19,7 +19,7 @@ use engine::{
     plan::{AdmittedRow, RowMask, RowPlan, Slot, StepPlan},
 };
 use kernels::{
-    BlockId, KvArena, WeightFormat,
+    BlockId, KvArena, KvFormat, WeightFormat,
     cuda::{AttentionKind, CudaBackend, CudaOptions},
     sampling::{Pooling, SampledToken, Sampling, TokenLogprobs, TokenMask},
 };
@@ -356,7 +356,7 @@ pub(crate) fn released_blocks_are_poisoned_and_never_read() {
         Speculation { row_drafts: 4, step_tokens: 32, ngram_min: 1, ngram_max: 3, uniform: true };
     for (architecture, name) in [("Qwen2ForCausalLM", "qwen2"), ("GptOssForCausalLM", "gpt_oss")] {
         let checkpoint = checkpoint_with(architecture, name, 64);
-        let groups = checkpoint.config().kv_groups();
+        let groups = checkpoint.config().kv_groups(KvFormat::Bf16);
         assert_eq!(groups.count(), 3);
         for speculation in [None, Some(speculation)] {
             let mut config = config(&checkpoint, 8, 200 * groups.count() as u32, 2);

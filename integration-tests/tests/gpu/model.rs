@@ -95,7 +95,8 @@ fn by_cpu_with_kv(
     let mut cpu = cpu(weights);
     let limits = Limits { rows_max: ROWS, sampled_max: 4, adapter_slots: 0 };
     let mut llama = Transformer::load(checkpoint, &cpu, limits, &mut |_| ()).unwrap();
-    let (layout, groups) = (checkpoint.config().block_layout(kv), checkpoint.config().kv_groups());
+    let (layout, groups) =
+        (checkpoint.config().block_layout(kv), checkpoint.config().kv_groups(kv));
     let arena: Arc<KvArena> = KvArena::host(layout, 48 * groups.count() as u32).unwrap();
     let mut known = prompts();
     let mut computed = [0; 3];
@@ -145,7 +146,7 @@ pub(crate) fn by_gpu(
         Transformer::load(checkpoint, backend, limits, &mut |_| ()).unwrap()
     });
     let mut graph = None;
-    let groups = checkpoint.config().kv_groups();
+    let groups = checkpoint.config().kv_groups(options.kv);
     let layout = checkpoint.config().block_layout(options.kv);
     let (kv, _) = gpu.kv(layout, 48 * groups.count() as u32);
     let limits = BatchLimits {

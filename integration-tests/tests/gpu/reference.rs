@@ -78,7 +78,8 @@ fn logits(
         vocabulary: vocabulary as u32,
         depth: 1,
     };
-    let mut batch = DeviceBatch::new(&cuda, kv, checkpoint.config().kv_groups(), limits).unwrap();
+    let groups = checkpoint.config().kv_groups(options.kv);
+    let mut batch = DeviceBatch::new(&cuda, kv, groups, limits).unwrap();
     let mut clock = DeviceClock::start(cuda.context(), cuda.compute()).unwrap();
     let table = |index: u32| -> Vec<BlockId> {
         (0..BLOCKS).map(|i| BlockId(index * BLOCKS + (i * 5) % BLOCKS)).collect()

@@ -235,7 +235,9 @@ fn start(
         step_tokens: 512,
         sequence_tokens,
         blocks: (args.batch + 1)
-            * config.kv_groups().entries(sequence_tokens as usize + 2 * BLOCK_TOKENS) as u32,
+            * config
+                .kv_groups(args.dtype.kv_format())
+                .entries(sequence_tokens as usize + 2 * BLOCK_TOKENS) as u32,
         depth: 2,
         vocabulary: config.vocab_size as u32,
         speculation: (drafts > 0).then_some(Speculation {

@@ -20,7 +20,7 @@ use engine::{
     event::{NewSequence, SequenceId, SequenceKind},
     executor::{Executor, ExecutorLimits},
 };
-use kernels::{BLOCK_TOKENS, KvGroups, sampling::Sampling};
+use kernels::{BLOCK_TOKENS, KvFormat, KvGroups, sampling::Sampling};
 use model::Checkpoint;
 use serde_json::json;
 
@@ -107,7 +107,7 @@ fn transfer_sends_only_blocks_in_windows() {
         let mut pair = pair(&model, config);
         all.iter().for_each(|new| pair.submit(new.clone()));
         pair.run();
-        let list = model.config().kv_groups();
+        let list = model.config().kv_groups(KvFormat::F32);
         for new in &all {
             let answer = &pair.answers[&new.id];
             let ids: Vec<_> = tokens_of(&expected, new.id).into_iter().map(|it| it.0).collect();

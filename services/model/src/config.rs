@@ -380,7 +380,7 @@ impl ModelConfig {
     }
 
     /// Returns the KV groups: the layers by their windows.
-    pub fn kv_groups(&self) -> KvGroups {
+    pub fn kv_groups(&self, format: KvFormat) -> KvGroups {
         KvGroups::of_windows(&self.layers.iter().map(LayerSpec::window).collect::<Vec<_>>())
     }
 
@@ -396,7 +396,7 @@ impl ModelConfig {
 
     /// Returns the layout of a block with all heads: the layers of one KV group.
     pub fn block_layout(&self, format: KvFormat) -> KvLayout {
-        self.kv_groups().block_layout(self.kv_layout(format))
+        self.kv_groups(format).block_layout(self.kv_layout(format))
     }
 
     /// Returns the KV layout of a block with all layers and a rank's heads only.

@@ -263,7 +263,7 @@ pub(crate) fn start_gpu(
     let set = settings::block_count_set(node, layout)?;
     let limits_of = |blocks| {
         let model = checkpoint.config();
-        settings::executor_limits(node, sizes, model, blocks)
+        settings::executor_limits(config, sizes, model, blocks)
     };
     let limits = limits_of(set.unwrap_or(u32::MAX))?;
     let mut model = CudaModel::load(checkpoint, backend, &limits, &mut load_log())?;
@@ -338,7 +338,7 @@ pub(crate) fn start_cpu(
     let node = &config.node;
     let blocks = arena.block_count();
     let model = checkpoint.config();
-    let limits = settings::executor_limits(node, sizes, model, blocks)?;
+    let limits = settings::executor_limits(config, sizes, model, blocks)?;
     let weights = settings::weight_format(config.model.dtype);
     let options = CpuOptions { weights, threads, isa: settings::isa(node.isa) };
     let mut backend = CpuBackend::on(options, cpus)?;

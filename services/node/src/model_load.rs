@@ -209,7 +209,8 @@ fn load_weights(
         traits.needs_step_times().then(|| StepTimes::measure(&mut *executor)).transpose()?;
     let defaults = defaults::derive(&traits, times.as_ref()).map_err(SettingsError::from)?;
     log_reasons(&defaults);
-    let identity = identity::model_identity(fingerprint, weights, layout, &model.kv_groups());
+    let identity =
+        identity::model_identity(fingerprint, weights, layout, &model.kv_groups(layout.format));
     let loaded = Loaded {
         path: path.to_owned(),
         model: model.clone(),

@@ -44,10 +44,11 @@ pub enum SettingsError {
     )]
     TooFewBlocks { bytes: u64, blocks: u64, block_bytes: usize },
     #[error(
-        "cannot hold the KV of 16 tokens in {blocks} KV blocks; expected at least {groups}, one for each KV \
-         group of the model (node.kv_memory or node.blocks)"
+        "cannot hold the KV of 16 tokens in {blocks} KV blocks; expected at least {}, one for each KV \
+         group of the model and {state} for the state of a sequence (node.kv_memory or node.blocks)",
+        groups + state
     )]
-    TooFewForGroups { blocks: u32, groups: usize },
+    TooFewForGroups { blocks: u32, groups: usize, state: usize },
     #[error(
         "weights of {} MiB and KV of {} MiB exceed {share} of {} MiB; expected a smaller node.kv_memory, or a limit above {} MiB",
         weights >> 20, kv >> 20, share.limit >> 20, share.limit_for(weights.saturating_add(*kv)) >> 20
@@ -227,11 +228,12 @@ impl From<&Defaults> for BatchSizes {
 
 /// Returns the limits of the executor.
 pub(crate) fn executor_limits(
-    node: &config::Node,
+    config: &Config,
     sizes: BatchSizes,
     model: &ModelConfig,
     blocks: u32,
 ) -> Result<ExecutorLimits, SettingsError> {
+    let node = &config.node;
     let context_tokens = model.context_tokens;
     let sequence_tokens = match node.sequence_tokens_max {
         Some(value) if value as usize > context_tokens => {
@@ -240,10 +242,11 @@ pub(crate) fn executor_limits(
         Some(value) => value,
         None => u32::try_from(context_tokens).unwrap_or(u32::MAX),
     };
-    let groups = model.kv_groups();
+    let groups = model.kv_groups(kv_format(&config.model));
     let pool_tokens = u32::try_from(groups.tokens(blocks as usize)).unwrap_or(u32::MAX);
     if pool_tokens == 0 {
-        return Err(SettingsError::TooFewForGroups { blocks, groups: groups.count() });
+        let (groups, state) = (groups.count(), groups.state_entries());
+        return Err(SettingsError::TooFewForGroups { blocks, groups, state });
     }
     Ok(ExecutorLimits {
         slots: sizes.slots,
@@ -252,7 +255,8 @@ pub(crate) fn executor_limits(
         blocks,
         depth: node.depth,
         vocabulary: u32::try_from(model.vocab_size).unwrap_or(u32::MAX),
-        speculation: speculation(node),
+        // The state after a rejected token cannot be undone.
+        speculation: speculation(node).filter(|_| groups.state_entries() == 0),
     })
 }
 

@@ -101,14 +101,14 @@ pub(crate) fn start(
 ) -> Result<(RankGroup, Arc<KvArena>), NodeStartError> {
     let (model, of) = (checkpoint.config(), config.node.tp);
     let layout = model.block_layout(settings::kv_format(&config.model));
-    let groups = model.kv_groups();
+    let groups = model.kv_groups(layout.format);
     // On GPUs the default is as many blocks as fit.
     let blocks = match &gpus {
         Some(_) => settings::block_count_set(&config.node, layout)?.unwrap_or(u32::MAX),
         None => settings::block_count(&config.node, layout)?,
     };
     // An invalid setting is reported here once instead of by each rank.
-    settings::executor_limits(&config.node, sizes, model, blocks)?;
+    settings::executor_limits(config, sizes, model, blocks)?;
     for name in sweep() {
         info!(
             owner = name.owner,

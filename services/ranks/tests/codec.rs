@@ -93,6 +93,7 @@ fn plan() -> impl Strategy<Value = StepPlan> {
         vec(row(), 0..20),
         any::<bool>(),
         vec((any::<u32>().prop_map(Slot), vec(any::<u32>(), 0..9)), 0..3),
+        vec(any::<(u32, u32)>().prop_map(|(from, to)| (BlockId(from), BlockId(to))), 0..5),
     );
     (any::<u64>(), any::<u32>(), lists).prop_map(|(step_id, drafts_max, lists)| StepPlan {
         step_id,
@@ -102,6 +103,7 @@ fn plan() -> impl Strategy<Value = StepPlan> {
         rows: lists.3,
         awaits_masks: lists.4,
         drafts: lists.5,
+        copies: lists.6,
         drafts_max,
     })
 }

@@ -27,7 +27,7 @@ use engine::{
     },
 };
 use kernels::{
-    BLOCK_TOKENS, KvArena, WeightFormat,
+    BLOCK_TOKENS, KvArena, KvFormat, WeightFormat,
     cuda::{CudaBackend, CudaOptions, DeviceKv, Driver, nccl_reserved_sms},
 };
 use model::{Checkpoint, LoadFormat};
@@ -279,7 +279,8 @@ impl BatchShape {
             step_tokens: STEP_TOKENS.max(sequences),
             sequence_tokens,
             blocks: sequences
-                * config.kv_groups().entries(sequence_tokens as usize + BLOCK_TOKENS) as u32,
+                * config.kv_groups(KvFormat::Bf16).entries(sequence_tokens as usize + BLOCK_TOKENS)
+                    as u32,
             depth: 2,
             vocabulary: config.vocab_size as u32,
             speculation: None,

@@ -446,7 +446,8 @@ fn limits(args: &EngineArgs, config: &ModelConfig) -> Result<ExecutorLimits> {
         step_tokens,
         sequence_tokens,
         blocks: batch_max
-            * config.kv_groups().entries(sequence_tokens as usize + BLOCK_TOKENS) as u32,
+            * config.kv_groups(args.kv_format()).entries(sequence_tokens as usize + BLOCK_TOKENS)
+                as u32,
         depth: args.variant.depth,
         vocabulary: config.vocab_size as u32,
         speculation: None,

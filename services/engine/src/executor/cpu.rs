@@ -509,7 +509,7 @@ fn check(
     let (config, shard) = (checkpoint.config(), backend.shard());
     config.check_shard(shard)?;
     let (found, whole) = (arena.layout(), config.kv_layout(arena.layout().format));
-    let groups = config.kv_groups();
+    let groups = config.kv_groups(found.format);
     let groups = match groups.block_layout(whole).layer_count == found.layer_count {
         true => groups,
         false => KvGroups::whole(config.layer_count),

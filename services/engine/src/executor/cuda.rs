@@ -169,8 +169,8 @@ impl CudaExecutor {
         let speculation = limits.speculation;
         let speculation = speculation.map(|rules| Speculation { uniform: true, ..rules });
         let limits = ExecutorLimits { speculation, ..limits };
-        let kv_groups = model.config().kv_groups();
         let format = backend.options().kv;
+        let kv_groups = model.config().kv_groups(format);
         check(model.config(), model.shard(), (&kv, format), arena, limits)?;
         let sizes = batch_limits(&limits, model.config());
         let mut batch = DeviceBatch::new(&backend, kv, kv_groups.clone(), sizes)?;
@@ -641,7 +641,7 @@ fn check(
     limits: ExecutorLimits,
 ) -> Result<(), CudaExecutorError> {
     let whole = config.kv_layout_of(format, shard);
-    let (found, wanted) = (kv.layout(), config.kv_groups().block_layout(whole));
+    let (found, wanted) = (kv.layout(), config.kv_groups(format).block_layout(whole));
     if found != wanted || arena.layout() != found {
         return Err(ModelMismatch::Layout { found, wanted }.into());
     }

@@ -103,7 +103,7 @@ pub(crate) fn engine_with_groups(
     checkpoint: &Checkpoint,
     config: SchedulerConfig,
 ) -> (CpuEngine, Arc<KvArena>) {
-    let groups = checkpoint.config().kv_groups();
+    let groups = checkpoint.config().kv_groups(KvFormat::F32);
     let layout = groups.block_layout(checkpoint.config().kv_layout(KvFormat::F32));
     let (executor, arena) = executor(checkpoint, config, 1, WeightFormat::F32, layout);
     assert_eq!(executor.kv_groups(), groups);

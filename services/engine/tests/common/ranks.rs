@@ -95,7 +95,7 @@ impl AllRanks {
         static MADE: AtomicU64 = AtomicU64::new(0);
         let weights = WeightFormat::F32;
         let (config, dtype) = (checkpoint.config(), weights.kv_format());
-        let groups = config.kv_groups();
+        let groups = config.kv_groups(dtype);
         let layout = groups.block_layout(config.kv_layout(dtype));
         let group_bytes = CpuGroup::region_bytes(of).next_multiple_of(64);
         let bytes = group_bytes + layout.block_bytes() * limits.blocks as usize;

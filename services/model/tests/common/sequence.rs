@@ -47,7 +47,7 @@ impl Runner {
         rows_max: usize,
     ) -> Self {
         let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get());
-        let groups = checkpoint.config().kv_groups();
+        let groups = checkpoint.config().kv_groups(kv);
         let layout = groups.block_layout(checkpoint.config().kv_layout(kv));
         let arena = KvArena::host(layout, BLOCKS * groups.count() as u32).unwrap();
         let backend = CpuBackend::new(CpuOptions { weights, threads, isa }).unwrap();

@@ -66,7 +66,7 @@ pub(super) fn start(args: &EngineArgs, checkpoint: &Checkpoint) -> Result<Loaded
     sweep();
     let region = SharedRegion::create(&name, CudaRank::region_bytes(args.tp as usize))?;
     let region_name = name.file_name().into_bytes();
-    let kv_groups = checkpoint.config().kv_groups();
+    let kv_groups = checkpoint.config().kv_groups(args.kv_format());
     let settings = GroupSettings { kv_groups, ..GroupSettings::new(epoch, args.tp, region_name) };
     let mut group = RankGroup::start(settings, RankSpec::command)?;
     region.unlink();

@@ -60,7 +60,8 @@ pub(super) struct CaptureTarget<'a> {
 impl CaptureTarget<'_> {
     /// Prefills one prompt of `tokens` tokens in the first slot.
     fn prefill(&mut self, tokens: u32, has_adapters: bool) -> Result<(), CudaError> {
-        let entries = self.model.config().kv_groups().entries(tokens as usize);
+        let entries =
+            self.model.config().kv_groups(self.backend.options().kv).entries(tokens as usize);
         let blocks: Vec<_> = (0..entries as u32).map(BlockId).collect();
         let admission = Admission {
             slot: 0,
@@ -132,7 +133,7 @@ impl Graphs {
     ) -> Result<Self, CudaError> {
         let started = Instant::now();
         let longest = limits.step_tokens.min(limits.sequence_tokens);
-        let groups = parts.model.config().kv_groups();
+        let groups = parts.model.config().kv_groups(parts.backend.options().kv);
         let longest =
             longest.min(u32::try_from(groups.tokens(limits.blocks as usize)).unwrap_or(u32::MAX));
         for tokens in [longest, longest.min(32)] {

@@ -111,7 +111,7 @@ impl CudaModel {
         tokens_min: u32,
     ) -> Result<u32, CudaExecutorError> {
         let (context, config) = (self.backend.context(), self.model.config());
-        let groups = config.kv_groups();
+        let groups = config.kv_groups(layout.format);
         let room = KvRoom {
             total: context.device().memory_bytes,
             taken: context.taken_bytes(),
