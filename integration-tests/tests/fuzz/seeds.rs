@@ -197,6 +197,7 @@ fn node_record() -> v1::NodeRecord {
         adapters: Vec::new(),
         both_roles: false,
         kv_windows: vec![0, 128],
+        state_blocks: 5,
         sampling_version: 0,
     }
 }

@@ -149,6 +149,7 @@ fn record(role: Role, number: u32) -> Result<cluster::NodeRecord> {
         adapters: Vec::new(),
         both_roles: true,
         kv_windows: vec![0],
+        state_blocks: 0,
     })
 }
 

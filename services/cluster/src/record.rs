@@ -149,6 +149,8 @@ pub struct NodeRecord {
     pub both_roles: bool,
     /// Sliding window of each KV group in tokens, 0 for a group without a window; 1 to 16 groups.
     pub kv_windows: Vec<u32>,
+    /// Blocks of the recurrent state of a sequence.
+    pub state_blocks: u32,
 }
 
 /// LoRA adapter that a node has loaded.
@@ -202,6 +204,7 @@ impl TryFrom<v1::NodeRecord> for NodeRecord {
         };
         let identity = wire.identity.ok_or(RecordError::Missing { field: "identity" })?;
         let tokens_max = range("sequence_tokens_max", wire.sequence_tokens_max, 1, u32::MAX)?;
+        let block_count = range("block_count", wire.block_count, 1, BLOCKS_MAX)?;
         Ok(Self {
             node_id: NodeId::parse(&wire.node_id)?,
             epoch: Epoch::from_bytes(&wire.epoch)?,
@@ -215,7 +218,7 @@ impl TryFrom<v1::NodeRecord> for NodeRecord {
             identity: model_identity(identity)?,
             prompt_tokens_max: range("prompt_tokens_max", wire.prompt_tokens_max, 1, tokens_max)?,
             sequence_tokens_max: tokens_max,
-            block_count: range("block_count", wire.block_count, 1, BLOCKS_MAX)?,
+            block_count,
             vocabulary_size: range("vocabulary_size", wire.vocabulary_size, 1, u32::MAX)?,
             grammar_version: wire.grammar_version,
             cpu_fallback: Some(wire.cpu_fallback)
@@ -228,6 +231,7 @@ impl TryFrom<v1::NodeRecord> for NodeRecord {
             adapters: adapters(wire.adapters)?,
             both_roles: wire.both_roles,
             kv_windows: kv_windows(wire.kv_windows)?,
+            state_blocks: range("state_blocks", wire.state_blocks, 0, block_count)?,
         })
     }
 }
@@ -253,6 +257,7 @@ impl From<&NodeRecord> for v1::NodeRecord {
             adapters: record.adapters.iter().map(Into::into).collect(),
             both_roles: record.both_roles,
             kv_windows: record.kv_windows.clone(),
+            state_blocks: record.state_blocks,
         }
     }
 }
@@ -346,6 +351,7 @@ mod tests {
             adapters: vec![Adapter { name: "sql-1.0".into(), content_hash: 9 }],
             both_roles: true,
             kv_windows: vec![0, 128],
+            state_blocks: 7,
         }
     }
 
@@ -367,7 +373,7 @@ mod tests {
 
     #[test]
     fn every_field_of_a_record_is_validated() {
-        let breakers: [fn(&mut v1::NodeRecord); 23] = [
+        let breakers: [fn(&mut v1::NodeRecord); 24] = [
             |record| record.adapters[0].name = "a:b".into(),
             |record| record.adapters[0].content_hash = vec![1; 15].into(),
             |record| record.adapters = vec![record.adapters[0].clone(); 65],
@@ -391,6 +397,7 @@ mod tests {
             |record| record.prompt_tokens_max = 2049,
             |record| record.block_count = u32::MAX,
             |record| record.kv_windows = vec![0; 17],
+            |record| record.state_blocks = record.block_count + 1,
         ];
         for (index, breaker) in breakers.iter().enumerate() {
             let mut wire = v1::NodeRecord::from(&record());

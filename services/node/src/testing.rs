@@ -51,5 +51,6 @@ pub(crate) fn record() -> NodeRecord {
         adapters: Vec::new(),
         both_roles: true,
         kv_windows: vec![0],
+        state_blocks: 0,
     }
 }

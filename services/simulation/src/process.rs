@@ -130,6 +130,7 @@ fn record(
         adapters: Vec::new(),
         both_roles: true,
         kv_windows: identity::kv_windows(&model.kv_groups),
+        state_blocks: model.kv_groups.state_entries() as u32,
     }
 }
 

@@ -250,6 +250,7 @@ impl node_server::Node for Service {
             adapters: Vec::new(),
             both_roles: false,
             kv_windows: vec![0],
+            state_blocks: 0,
             role: Role::Decode.into(),
             control_endpoint: "tcp://127.0.0.1:9".into(),
             model: MODEL.into(),

@@ -237,7 +237,8 @@ impl AttemptLoad {
         let block_size = seen.record.identity.block_size;
         let uncached_tokens = (requirements.tokens - 1) % block_size + 1;
         let cached_tokens = requirements.tokens - uncached_tokens;
-        let blocks = seen.record.kv_windows.len() as u64;
+        let record = &seen.record;
+        let blocks = record.kv_windows.len() as u64 + u64::from(record.state_blocks);
         Self {
             cached_tokens,
             load_ms: 0.0,
@@ -271,8 +272,8 @@ fn resident_prefix(keys: &[u128], cached: &HashSet<u128>, guess: usize) -> usize
     }
 }
 
-/// Returns the number of blocks of prompt and answer for which the attempt needs memory at its
-/// start, if each KV group has `resident` blocks cached. A decode node is assumed to receive the
+/// Returns the number of blocks of prompt, answer and recurrent state for which the attempt needs
+/// memory at its start, if each KV group has `resident` blocks cached. A decode node is assumed to receive the
 /// prompt's KV, which has no blocks behind a window, unless it must prefill.
 fn blocks(
     role: Role,
@@ -292,7 +293,7 @@ fn blocks(
         // A window that begins within a block spans one more block.
         (true, window) => u64::from(blocks.min(window.div_ceil(block_size).saturating_add(1))),
     };
-    record.kv_windows.iter().map(of_group).sum()
+    record.kv_windows.iter().map(of_group).sum::<u64>() + u64::from(record.state_blocks)
 }
 
 /// Returns how many blocks the node loads from its tiers, and the time of the load in milliseconds;

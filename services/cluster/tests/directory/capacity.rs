@@ -95,12 +95,19 @@ fn node_without_free_blocks_takes_no_attempt_while_it_has_sequences() {
 fn an_attempt_needs_blocks_of_every_kv_group() {
     let request = NodeRequirements { capacity: starting(false).capacity, ..requirements(160) };
     // 10 blocks of the prompt and one of the answer in a group without a window.
-    for (kv_windows, needed) in [(vec![0], 11), (vec![0, 0], 22), (vec![0, 32], 14)] {
+    let needs = [(vec![0], 0, 11), (vec![0, 0], 0, 22), (vec![0, 32], 0, 14), (vec![0], 5, 16)];
+    for (kv_windows, state_blocks, needed) in needs {
         for (blocks_free, busy) in [(needed, false), (needed - 1, true)] {
             let mut world = World::new();
-            let node = NodeRecord { kv_windows: kv_windows.clone(), ..record(Role::Decode, 11) };
+            let kv_windows = kv_windows.clone();
+            let node = NodeRecord { kv_windows, state_blocks, ..record(Role::Decode, 11) };
             world.up(&decode(11), &node, Load { blocks_free, ..load(8, 1) });
-            assert_eq!(is_busy(&mut world, &request), busy, "{kv_windows:?}: {blocks_free} free");
+            assert_eq!(
+                is_busy(&mut world, &request),
+                busy,
+                "{:?}: {blocks_free} free",
+                node.kv_windows
+            );
         }
     }
     // A prefill node holds the whole prompt in every group until its KV is sent.

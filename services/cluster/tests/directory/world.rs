@@ -196,6 +196,7 @@ pub(crate) fn record(role: Role, number: u128) -> NodeRecord {
         adapters: Vec::new(),
         both_roles: false,
         kv_windows: vec![0],
+        state_blocks: 0,
     }
 }
 

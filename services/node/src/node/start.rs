@@ -262,6 +262,7 @@ impl CheckedSettings {
             adapters: loaded.adapters.listed(),
             both_roles: true,
             kv_windows: identity::kv_windows(scheduler.kv_groups()),
+            state_blocks: scheduler.kv_groups().state_entries() as u32,
         }
     }
 }

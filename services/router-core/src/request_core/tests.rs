@@ -62,6 +62,7 @@ fn node(role: Role, number: u128) -> Arc<NodeRecord> {
         sampling_version: 0,
         both_roles: false,
         kv_windows: vec![0],
+        state_blocks: 0,
         adapters: Vec::new(),
     })
 }

@@ -199,6 +199,7 @@ pub(super) mod tests {
             adapters: Vec::new(),
             both_roles: false,
             kv_windows: Vec::new(),
+            state_blocks: 0,
         }
     }
 

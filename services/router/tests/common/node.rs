@@ -505,6 +505,7 @@ impl State {
             adapters: self.adapters.lock().unwrap().clone(),
             both_roles: false,
             kv_windows: vec![0],
+            state_blocks: 0,
         }
     }
 }
