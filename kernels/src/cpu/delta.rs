@@ -1,9 +1,10 @@
 //! Linear attention with a recurrent state: Gated DeltaNet.
 //!
-//! A task computes the rows of one sequence for one key head and its value heads. The task gathers
-//! their part of the recurrent state, runs the rows in order, a tile of rows at a time, and scatters
-//! the state. All arithmetic is in f32, without fused multiply-add, and every sum has one order. So
-//! results are bit-equal at all levels, and do not depend on chunks of a prompt or on threads.
+//! A task computes the rows of one sequence for one key head and its value heads. The task
+//! gathers their part of the recurrent state, runs the rows in order, a tile of rows at a time,
+//! and scatters the state. All arithmetic is in f32, without fused multiply-add, and every sum
+//! has one order. So results are bit-equal at all levels, and do not depend on chunks of a prompt
+//! or on threads.
 
 use std::sync::{Mutex, PoisonError};
 
