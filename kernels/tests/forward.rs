@@ -99,7 +99,6 @@ impl Model {
                 first_position,
                 tokens,
                 blocks,
-                state: &[],
                 sampled_rows: tokens.len() as u32,
                 adapter: None,
             })

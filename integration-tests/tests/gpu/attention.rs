@@ -298,7 +298,6 @@ fn check_drafts(
             first_position: part.position,
             tokens: &tokens[index],
             blocks: &tables[index],
-            state: &[],
             sampled_rows: 1,
             adapter: None,
         })

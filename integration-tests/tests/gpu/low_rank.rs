@@ -177,7 +177,6 @@ fn by_cpu(layer: &Layer, rows: usize, layout: KvLayout) -> [Vec<f32>; 3] {
             first_position: 0,
             tokens: &tokens[..rows as usize],
             blocks: &blocks[..(rows as usize).div_ceil(16)],
-            state: &[],
             sampled_rows: 1,
             adapter,
         })

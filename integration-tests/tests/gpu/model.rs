@@ -108,7 +108,6 @@ fn by_cpu_with_kv(
                     first_position: computed[i] as u32,
                     tokens: &known[i][computed[i]..],
                     blocks: &tables[i],
-                    state: &[],
                     sampled_rows: 1,
                     adapter: None,
                 })

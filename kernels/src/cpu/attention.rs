@@ -415,7 +415,6 @@ mod tests {
                 first_position: first,
                 tokens: &tokens[..count as usize],
                 blocks,
-                state: &[],
                 sampled_rows: 0,
                 adapter: None,
             })

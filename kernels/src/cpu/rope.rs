@@ -208,7 +208,6 @@ mod tests {
             first_position: first,
             tokens: &tokens,
             blocks: &blocks,
-            state: &[],
             sampled_rows: 0,
             adapter: None,
         };

@@ -18,12 +18,10 @@ pub struct StepSequence<'a> {
     /// code that admits a sequence checks them.
     pub tokens: &'a [u32],
     /// The sequence's block table from position 0 on. Entries after the last token's block, and
-    /// entries behind the windows, are ignored.
+    /// entries behind the windows, are ignored. The blocks of a recurrent state hold the state after
+    /// all earlier positions, and the step writes them. At position 0 a sequence starts from zeros,
+    /// whatever they hold.
     pub blocks: &'a [BlockId],
-    /// Blocks of the sequence's recurrent state: [`StateShape::block_count`](crate::StateShape) of
-    /// them, at any ids; empty if the model has none. The step writes them. They hold the state
-    /// after all earlier positions. At position 0 a sequence starts from zeros, whatever they hold.
-    pub state: &'a [BlockId],
     /// Number of last tokens that yield logits: 0 within a prompt, 1 to sample, more to score or to
     /// verify draft tokens.
     pub sampled_rows: u32,
@@ -40,8 +38,6 @@ pub enum StepError {
     TooManySampled { sequence: usize, sampled_rows: u32, rows: usize },
     #[error("sequence {sequence} reaches position {last_position} with {blocks} blocks of 16")]
     TableTooShort { sequence: usize, last_position: u64, blocks: usize },
-    #[error("sequence {sequence} has {blocks} blocks of a recurrent state; expected {expected}")]
-    WrongState { sequence: usize, blocks: usize, expected: usize },
     /// A block is out of range, written by two sequences, or borrowed by another owner.
     #[error(transparent)]
     Arena(#[from] ArenaError),
@@ -108,19 +104,13 @@ impl CpuStep {
         sequences: &[StepSequence<'_>],
     ) -> Result<Self, StepError> {
         let (mut reads, mut writes) = (Vec::new(), Vec::new());
-        let (state, layout) = (groups.state(), arena.layout());
-        let expected = state.map_or(0, |state| state.block_count(layout));
         for (index, sequence) in sequences.iter().enumerate() {
             let (table, first) = (checked_table(index, groups, sequence)?, sequence.first_position);
-            let first_written = first as usize / BLOCK_TOKENS;
-            let read = groups.needed(first as usize, 0..first_written);
+            let written = first as usize / BLOCK_TOKENS..groups.blocks(table.len());
+            let read = groups.needed(first as usize, 0..written.start);
             reads.extend(read.map(|entry| table[entry]));
-            writes.extend_from_slice(&table[first_written * groups.count()..]);
-            let blocks = sequence.state.len();
-            if blocks != expected {
-                return Err(StepError::WrongState { sequence: index, blocks, expected });
-            }
-            writes.extend_from_slice(sequence.state);
+            writes.extend_from_slice(&table[groups.entries_of(written)]);
+            writes.extend_from_slice(groups.split(table).0);
         }
         let access = StepAccess::acquire_heads(arena, heads, &reads, &writes)?;
         let row_count = sequences.iter().map(|sequence| sequence.tokens.len()).sum();
@@ -132,7 +122,7 @@ impl CpuStep {
             tables: vec![Vec::new(); groups.count()],
             places: groups.places(),
             states: Vec::new(),
-            state_places: state.map(|state| StatePlaces::new(state, layout)),
+            state_places: groups.state().map(|state| StatePlaces::new(state, arena.layout())),
             sampled: Vec::new(),
             adapters: Vec::with_capacity(row_count),
             access,
@@ -144,7 +134,8 @@ impl CpuStep {
         Ok(step)
     }
 
-    fn append(&mut self, sequence: &StepSequence<'_>, groups: &KvGroups, blocks: &[BlockId]) {
+    fn append(&mut self, sequence: &StepSequence<'_>, groups: &KvGroups, table: &[BlockId]) {
+        let (state, blocks) = groups.split(table);
         let rows = self.tokens.len()..self.tokens.len() + sequence.tokens.len();
         let (first_position, count) = (sequence.first_position as usize, groups.count());
         let begin = self.tables[0].len();
@@ -164,8 +155,9 @@ impl CpuStep {
             self.row_blocks.push(begin + position / BLOCK_TOKENS);
         }
         let find = |&block| self.access.find(block).expect("every state was acquired");
-        let state = self.states.len()..self.states.len() + sequence.state.len();
-        self.states.extend(sequence.state.iter().map(find));
+        let first_state = self.states.len();
+        self.states.extend(state.iter().map(find));
+        let state = first_state..self.states.len();
         self.sequences.push(SequenceRows { rows, first_position, table, state });
     }
 
@@ -240,7 +232,7 @@ fn checked_table<'a>(
     }
     let last_position = u64::from(sequence.first_position) + rows as u64 - 1;
     let needed = usize::try_from(last_position + 1).ok().map(|tokens| groups.entries(tokens));
-    let blocks = sequence.blocks.len() / groups.count();
+    let blocks = groups.blocks(sequence.blocks.len());
     needed.and_then(|needed| sequence.blocks.get(..needed)).ok_or(StepError::TableTooShort {
         sequence: index,
         last_position,
@@ -274,7 +266,6 @@ mod tests {
                     first_position: 30,
                     tokens: &[7, 8, 9],
                     blocks: &a,
-                    state: &[],
                     sampled_rows: 2,
                     adapter: None,
                 },
@@ -282,7 +273,6 @@ mod tests {
                     first_position: 16,
                     tokens: &[1],
                     blocks: &b,
-                    state: &[],
                     sampled_rows: 1,
                     adapter: None,
                 },
@@ -311,7 +301,6 @@ mod tests {
             first_position: 0,
             tokens: &[1],
             blocks: &blocks,
-            state: &[],
             sampled_rows: 1,
             adapter: None,
         };

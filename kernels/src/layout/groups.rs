@@ -79,9 +79,14 @@ impl KvGroups {
         Self { groups: groups.into_iter().collect(), state: None, state_entries: 0 }
     }
 
-    /// Returns the groups of a model whose sequences have this recurrent state.
-    pub fn with_state(self, state: Option<StateShape>) -> Self {
-        Self { state, ..self }
+    /// Returns the groups of a model whose sequences have this recurrent state. `whole` is the
+    /// layout with all layers with attention.
+    ///
+    /// # Panics
+    /// As [`StateShape::block_count`] and [`Self::with_state_entries`].
+    pub fn with_state(self, state: Option<StateShape>, whole: KvLayout) -> Self {
+        let entries = state.map_or(0, |state| state.block_count(self.block_layout(whole)));
+        Self { state, ..self.with_state_entries(entries) }
     }
 
     /// Returns the groups of a model whose sequences have a state of this many blocks.
@@ -318,7 +323,7 @@ mod tests {
             value_dim: 64,
             conv_taps: 3,
         };
-        let groups = KvGroups::whole(24).with_state(Some(state));
+        let groups = KvGroups::whole(24).with_state(Some(state), WHOLE);
         let described = "state=layers:36,keys:16x128,values:32x64,taps:3";
         assert_eq!(groups.describe(WHOLE), format!("{WHOLE} {described}"));
         assert_eq!((groups.state(), groups.places().len()), (Some(state), 24));

@@ -115,13 +115,13 @@ impl<T> PerMatrix<T> {
 }
 
 impl<L> AdapterTable<L> {
-    /// Creates empty slots. A model with experts has none.
+    /// Creates empty slots. A model without adapters has none.
     pub(crate) fn new<B: Backend<LowRank = L>>(
         backend: &B,
         config: &ModelConfig,
         slot_count: usize,
     ) -> Self {
-        let layer_count = if config.experts().is_some() { 0 } else { config.layer_count };
+        let layer_count = if config.takes_adapters() { config.layer_count } else { 0 };
         let layers = (0..layer_count).map(|layer| {
             TARGETS.map(|targets| {
                 let parts = targets
@@ -213,10 +213,10 @@ impl Adapter {
         std::fs::metadata(folder.join(WEIGHTS)).map_or(0, |file| 3 * file.len())
     }
 
-    /// Returns the bytes of an adapter of this rank on all matrices. `None`: a model with experts,
-    /// which has no adapters.
+    /// Returns the bytes of an adapter of this rank on all matrices. `None`: a model without
+    /// adapters.
     pub fn bytes_of_rank(config: &ModelConfig, rank: usize) -> Option<u64> {
-        config.experts().is_none().then(|| matrix_bytes(config, rank))
+        config.takes_adapters().then(|| matrix_bytes(config, rank))
     }
 
     /// Returns the bytes of the matrices in memory.
@@ -260,9 +260,10 @@ fn checked_config(
         let found = found.map_or("absent".into(), Value::to_string);
         ModelError::ConfigValue { path: json.path.clone(), name, found, allowed }
     };
-    if config.experts().is_some() {
+    if !config.takes_adapters() {
         let name = config.family.name().into();
-        return unsupported("base model", &Value::String(name), "a model without experts");
+        let supported = "a model without experts and linear attention";
+        return unsupported("base model", &Value::String(name), supported);
     }
     let peft_type = key("peft_type").unwrap_or(&Value::Null);
     if peft_type != "LORA" {

@@ -393,10 +393,12 @@ impl Checkpoint {
             return Err(tensor.wrong_shape(expected));
         }
         // Files are checked when opened: a tensor has all its bytes, in whole blocks.
-        let cols = expected.last().map_or(0, |&cols| cols as usize);
-        let rows = (weight.shape(&self.config).elements() as usize).checked_div(cols).unwrap_or(0);
+        let (rows, cols) = match weight.shape(&self.config) {
+            WeightShape::Vector { len } => (1, tensor.order.stored_rows(len)),
+            WeightShape::Matrix { rows, cols } => (tensor.order.stored_rows(rows), cols),
+        };
         assert_eq!(
-            tensor.encoding.row_bytes(cols).map(|bytes| tensor.order.stored_rows(rows) * bytes),
+            tensor.encoding.row_bytes(cols).map(|bytes| rows * bytes),
             Some(tensor.bytes.len()),
             "{}",
             tensor.name
@@ -415,13 +417,18 @@ impl Checkpoint {
     }
 
     /// Returns all stored weights after checking them, and after each the tensors with its scales,
-    /// which belong to no other weight. Tensors with several experts, and the tensors of a matrix
+    /// which belong to no other weight. Tensors with several weights, and the tensors of a matrix
     /// in INT4, have no weight beside them.
     fn directory(&self) -> Result<Vec<(Option<Weight>, StoredTensor<'_>)>, ModelError> {
         let Weights::Stored(stored) = &self.weights else { return Ok(Vec::new()) };
         let mut directory = Vec::new();
         for weight in Weight::all(&self.config) {
+            let part = stored.part_of(weight, &self.config);
+            let is_listed = part.is_some_and(|part| part.first > 0);
             if let Some(tensors) = stored.int4(weight, &self.config)? {
+                if is_listed {
+                    continue;
+                }
                 directory.extend(tensors.into_list().map(|tensor| (None, tensor)));
                 continue;
             }
@@ -430,8 +437,14 @@ impl Checkpoint {
                 directory.extend(tensors.into_iter().map(|tensor| (None, tensor)));
                 continue;
             }
+            if is_listed {
+                continue;
+            }
             let scales = stored.scale_tensors(&tensor.name)?;
-            directory.push((Some(weight), tensor));
+            directory.push(match part {
+                None => (Some(weight), tensor),
+                Some(_) => (None, stored.whole_tensor(weight, &self.config)?),
+            });
             directory.extend(scales.into_iter().map(|tensor| (None, tensor)));
         }
         // Last, so that a missing matrix is reported before its scales, which belong to nothing.

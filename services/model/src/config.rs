@@ -10,7 +10,7 @@ use std::{num::NonZeroUsize, ops::RangeInclusive, path::Path};
 
 use half::bf16;
 use kernels::{
-    KvFormat, KvGroups, KvLayout, Shard,
+    KvFormat, KvGroups, KvLayout, Shard, StateShape,
     backend::{GatedActivation, HeadShape, NormSpan},
     shard::RANKS_MAX,
 };
@@ -18,7 +18,7 @@ use kernels::{
 use crate::{
     error::ModelError,
     families::Family,
-    layer::{ExpertSpec, FeedForward, LayerSpec, Mixer, SharedExpertSpec},
+    layer::{DeltaSpec, ExpertSpec, FeedForward, LayerSpec, SharedExpertSpec},
     rope::{self, RopeScaling},
     weight::Weight,
 };
@@ -94,6 +94,7 @@ const EXPERTS_MAX: usize = 4096;
 /// Maximum number of experts over all layers. Each has names and descriptions of its matrices
 /// before any weight is read. Published models have fewer than half as many.
 const LAYER_EXPERTS_MAX: usize = 1 << 16;
+const CONV_MAX: usize = 64;
 const SCALE_MAX: f32 = 1e3;
 const VOCAB_MAX: usize = 1 << 22;
 const CONTEXT_MAX: usize = 1 << 26;
@@ -165,6 +166,41 @@ impl ExpertSpec {
     }
 }
 
+impl DeltaSpec {
+    /// Validates sizes, and that the recurrent state fits blocks of KV of `kv_heads` heads of
+    /// `head_dim` elements. `bad` is as in [`ExpertSpec::validate`].
+    fn validate(
+        self,
+        (kv_heads, head_dim): (usize, usize),
+        bad: &impl Fn(&'static str, String, String) -> Result<(), ModelError>,
+    ) -> Result<(), ModelError> {
+        let Self { key_heads, value_heads, key_dim, value_dim, conv_size } = self;
+        // In every format of KV, 16 tokens of a head have the bytes of 4 · head_dim f32.
+        let dim_max = HEAD_DIM_MAX.min(4 * head_dim);
+        let sizes = [
+            ("linear_num_key_heads", key_heads, HEADS_MAX),
+            ("linear_num_value_heads", value_heads, HEADS_MAX),
+            ("linear_key_head_dim", key_dim, dim_max),
+            ("linear_value_head_dim", value_dim, dim_max),
+            ("linear_conv_kernel_dim", conv_size, CONV_MAX),
+        ];
+        for (name, found, max) in sizes {
+            if !(1..=max).contains(&found) {
+                bad(name, found.to_string(), format!("1 to {max}"))?;
+            }
+        }
+        if !key_heads.is_multiple_of(kv_heads) {
+            let allowed = format!("a multiple of the {kv_heads} KV heads");
+            bad("linear_num_key_heads", key_heads.to_string(), allowed)?;
+        }
+        if !value_heads.is_multiple_of(key_heads) {
+            let allowed = format!("a multiple of the {key_heads} key heads");
+            bad("linear_num_value_heads", value_heads.to_string(), allowed)?;
+        }
+        Ok(())
+    }
+}
+
 impl ModelConfig {
     /// Validates the configuration. `path` names its file in errors.
     pub(crate) fn validate(self, path: &Path) -> Result<Self, ModelError> {
@@ -223,6 +259,12 @@ impl ModelConfig {
         if self.layers.len() != self.layer_count {
             let allowed = format!("{} (one for each layer)", self.layer_count);
             bad("number of layer types", self.layers.len().to_string(), allowed)?;
+        }
+        if let Some(delta) = self.linear_attention() {
+            delta.validate((self.kv_head_count, self.head_dim), &bad)?;
+        }
+        if self.kv_layer_count() == 0 {
+            bad("layer_types", "linear_attention only".into(), "a layer with attention".into())?;
         }
         let ids = self.bos_token_id.iter().chain(&self.eos_token_ids);
         if let Some(id) = ids.into_iter().find(|&&id| id as usize >= self.vocab_size) {
@@ -354,10 +396,40 @@ impl ModelConfig {
         self.experts().and_then(|experts| experts.shared)
     }
 
-    /// Returns the QK norm, which is the same in all layers.
+    /// Returns the QK norm, which is the same in all layers with attention.
     pub fn qk_norm(&self) -> Option<NormSpan> {
-        let Mixer::Attention(attention) = self.layers.first()?.mixer;
-        attention.qk_norm
+        self.layers.iter().find_map(LayerSpec::attention)?.qk_norm
+    }
+
+    /// Returns the linear attention of the layers that have it; it is the same in all of these
+    /// layers.
+    pub fn linear_attention(&self) -> Option<DeltaSpec> {
+        self.layers.iter().find_map(LayerSpec::linear_attention)
+    }
+
+    /// Returns the recurrent state of a sequence; `None`: no layer has linear attention.
+    pub fn state_shape(&self) -> Option<StateShape> {
+        let delta = self.linear_attention()?;
+        Some(delta.state(self.layer_count - self.kv_layer_count()))
+    }
+
+    /// Returns the number of layers with attention, which have KV.
+    pub fn kv_layer_count(&self) -> usize {
+        self.layers.iter().filter(|layer| layer.attention().is_some()).count()
+    }
+
+    /// Returns the index of a layer among those with attention, or among those with linear
+    /// attention.
+    pub(crate) fn mixer_index(&self, layer: usize) -> usize {
+        let has_kv = |layer: &LayerSpec| layer.attention().is_some();
+        let is_alike = |other: &&LayerSpec| has_kv(other) == has_kv(&self.layers[layer]);
+        self.layers[..layer].iter().filter(is_alike).count()
+    }
+
+    /// Returns whether adapters (LoRA) of the model can be loaded: if it has neither experts nor
+    /// linear attention.
+    pub fn takes_adapters(&self) -> bool {
+        self.experts().is_none() && self.linear_attention().is_none()
     }
 
     /// Returns the width of the widest intermediate layer of a rank's gated networks, experts
@@ -379,15 +451,22 @@ impl ModelConfig {
         }
     }
 
-    /// Returns the KV groups: the layers by their windows.
-    pub fn kv_groups(&self, format: KvFormat) -> KvGroups {
-        KvGroups::of_windows(&self.layers.iter().map(LayerSpec::window).collect::<Vec<_>>())
+    /// Returns the windows of the layers with attention.
+    fn windows(&self) -> impl Iterator<Item = Option<NonZeroUsize>> {
+        self.layers.iter().filter_map(LayerSpec::attention).map(|attention| attention.window)
     }
 
-    /// Returns the KV layout of a block with all layers and heads.
+    /// Returns the KV groups: the layers with attention by their windows, and the recurrent state
+    /// of the other layers.
+    pub fn kv_groups(&self, format: KvFormat) -> KvGroups {
+        let groups = KvGroups::of_windows(&self.windows().collect::<Vec<_>>());
+        groups.with_state(self.state_shape(), self.kv_layout(format))
+    }
+
+    /// Returns the KV layout of a block with all layers with attention, and all heads.
     pub fn kv_layout(&self, format: KvFormat) -> KvLayout {
         KvLayout {
-            layer_count: self.layer_count,
+            layer_count: self.kv_layer_count(),
             kv_head_count: self.kv_head_count,
             head_dim: self.head_dim,
             format,
@@ -471,7 +550,7 @@ impl ModelConfig {
     /// `tokens` tokens, including the KV of this token.
     pub fn kv_read_bytes(&self, tokens: usize, format: KvFormat) -> u64 {
         let token_bytes = 2 * self.kv_head_count * format.token_bytes(self.head_dim);
-        let seen = |layer| self.window(layer).map_or(tokens, |window| tokens.min(window.get()));
-        (0..self.layer_count).map(|layer| (seen(layer) * token_bytes) as u64).sum()
+        let seen = |window: Option<NonZeroUsize>| window.map_or(tokens, |it| tokens.min(it.get()));
+        self.windows().map(|window| (seen(window) * token_bytes) as u64).sum()
     }
 }

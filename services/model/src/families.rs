@@ -15,16 +15,21 @@ mod qwen2;
 mod qwen2_moe;
 mod qwen3;
 mod qwen3_moe;
+mod qwen3_next;
 
 use std::fmt;
 
 use crate::{
-    config::fields::Fields, encoding::Format, error::ModelError, layer::LayerSpec,
+    config::{ModelConfig, fields::Fields},
+    encoding::Format,
+    error::ModelError,
+    layer::LayerSpec,
+    rope::RowPart,
     weight::LayerWeight,
 };
 
 /// Every family.
-const FAMILIES: [&Family; 13] = [
+const FAMILIES: [&Family; 14] = [
     &ernie4_5_moe::FAMILY,
     &gemma3::FAMILY,
     &glm4_moe::FAMILY,
@@ -38,6 +43,7 @@ const FAMILIES: [&Family; 13] = [
     &qwen2_moe::FAMILY,
     &qwen3::FAMILY,
     &qwen3_moe::FAMILY,
+    &qwen3_next::FAMILY,
 ];
 
 /// Begins of the names of tensors of multimodal models that are not of the language model.
@@ -78,6 +84,9 @@ pub struct Family {
     /// Returns the name of a weight within a layer, if it is not
     /// [`LayerWeight::hugging_face_name`].
     weight_name: fn(LayerWeight) -> Option<String>,
+    /// Returns the rows of the stored tensor that a weight has, if the tensor has other weights,
+    /// too.
+    weight_part: fn(LayerWeight, &ModelConfig) -> Option<RowPart>,
 }
 
 /// Returns the description of a number of layers, given the keys of `config.json` and the family's
@@ -175,6 +184,7 @@ impl Family {
         layer: LayerSpec::LLAMA,
         layers: |_, layer, layer_count| Ok(vec![layer; layer_count]),
         weight_name: |_| None,
+        weight_part: |_, _| None,
     };
 
     /// Returns the family with this `model_type`.
@@ -275,6 +285,12 @@ impl Family {
     /// Returns the name of a weight in Hugging Face's checkpoints, within a layer.
     pub(crate) fn weight_name(&self, weight: LayerWeight) -> String {
         (self.weight_name)(weight).unwrap_or_else(|| weight.hugging_face_name())
+    }
+
+    /// Returns the rows of the tensor of a Hugging Face checkpoint that a weight has, if the tensor
+    /// has other weights, too.
+    pub(crate) fn weight_part(&self, weight: LayerWeight, config: &ModelConfig) -> Option<RowPart> {
+        (self.weight_part)(weight, config)
     }
 
     /// Returns whether files of a format store the rows of query and key projections with rotary

@@ -12,7 +12,7 @@ use crate::{
     checkpoint::{file::TensorBytes, stored::StoredTensor},
     config::ModelConfig,
     families::Family,
-    layer::{AttentionSpec, ExpertSpec, FeedForward, LayerSpec, Mixer, SharedExpertSpec},
+    layer::{AttentionSpec, DeltaSpec, ExpertSpec, FeedForward, LayerSpec, SharedExpertSpec},
     rope::RopeScaling,
 };
 
@@ -237,6 +237,7 @@ impl Hash {
         }
         self.attention(family, layers);
         self.windows(layers);
+        self.linear_attention(config);
         self.experts(config);
         self.numbers(&[(*tied_output).into()]);
         self.numbers(&bos_token_id.iter().map(|&id| id.into()).collect::<Vec<_>>());
@@ -284,9 +285,10 @@ impl Hash {
 
     /// Adds the attention where it differs from that of the family.
     fn attention(&mut self, family: &Family, layers: &[LayerSpec]) {
-        let attention = layers.first().map(|layer| layer.mixer);
-        if let Some(Mixer::Attention(AttentionSpec { has_bias, qk_norm, .. })) = attention
-            && layers[0].with_window(None).mixer != family.layer().mixer
+        let layer = layers.iter().find(|layer| layer.attention().is_some());
+        let layer = layer.map(|layer| layer.with_window(None));
+        if let Some(AttentionSpec { has_bias, qk_norm, .. }) = layer.and_then(|it| it.attention())
+            && layer.map(|layer| layer.mixer) != Some(family.layer().mixer)
         {
             self.bytes(b"attention");
             let norm = match qk_norm {
@@ -309,6 +311,18 @@ impl Hash {
                 let window = |window| if window == widest { 1 } else { other(window) };
                 self.numbers(&windows.map(window).collect::<Vec<_>>());
             }
+        }
+    }
+
+    /// Adds the linear attention, and which layers have it, if there are any.
+    fn linear_attention(&mut self, config: &ModelConfig) {
+        if let Some(delta) = config.linear_attention() {
+            let DeltaSpec { key_heads, value_heads, key_dim, value_dim, conv_size } = delta;
+            self.bytes(b"gated delta");
+            let sizes = [key_heads, value_heads, key_dim, value_dim, conv_size];
+            self.numbers(&sizes.map(|size| size as u64));
+            let is_linear = |layer: &LayerSpec| layer.linear_attention().is_some().into();
+            self.numbers(&config.layers.iter().map(is_linear).collect::<Vec<_>>());
         }
     }
 

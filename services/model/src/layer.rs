@@ -2,7 +2,10 @@
 
 use std::num::NonZeroUsize;
 
-use kernels::backend::{ExpertChoice, GatedActivation, NormSpan};
+use kernels::{
+    StateShape,
+    backend::{ExpertChoice, GatedActivation, NormSpan},
+};
 
 /// A layer: a mixer, then a feed-forward network. Each reads the normalized residual stream and
 /// adds its output to the stream.
@@ -16,6 +19,29 @@ pub struct LayerSpec {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mixer {
     Attention(AttentionSpec),
+    GatedDelta(DeltaSpec),
+}
+
+/// Linear attention with a recurrent state: Gated DeltaNet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeltaSpec {
+    /// Heads of queries and of keys.
+    pub key_heads: usize,
+    /// Heads of values; a multiple of `key_heads`.
+    pub value_heads: usize,
+    pub key_dim: usize,
+    pub value_dim: usize,
+    /// Inputs that the convolution reads, the current one included.
+    pub conv_size: usize,
+}
+
+impl DeltaSpec {
+    /// Returns the recurrent state of `layer_count` such layers.
+    pub fn state(self, layer_count: usize) -> StateShape {
+        let Self { key_heads, value_heads, key_dim, value_dim, conv_size } = self;
+        let conv_taps = conv_size - 1;
+        StateShape { layer_count, key_heads, value_heads, key_dim, value_dim, conv_taps }
+    }
 }
 
 /// Grouped-query attention with rope.
@@ -32,6 +58,8 @@ pub struct AttentionSpec {
     pub qk_norm: Option<NormSpan>,
     /// Whether the output is normalized before it is added to the residual stream.
     pub has_post_norm: bool,
+    /// Whether the output is multiplied with the sigmoid of a projection, element by element.
+    pub has_output_gate: bool,
     /// Number of tokens that a token attends to, including itself; `None`: the whole sequence.
     pub window: Option<NonZeroUsize>,
 }
@@ -101,13 +129,14 @@ impl ExpertSpec {
 }
 
 impl AttentionSpec {
-    /// Llama's attention: without biases, sinks, QK norm, post-norm and window.
+    /// Llama's attention: without biases, sinks, QK norm, post-norm, output gate and window.
     pub(crate) const LLAMA: Self = Self {
         has_bias: false,
         has_output_bias: false,
         has_sinks: false,
         qk_norm: None,
         has_post_norm: false,
+        has_output_gate: false,
         window: None,
     };
 }
@@ -121,8 +150,7 @@ impl LayerSpec {
 
     /// Returns the layer with or without biases of queries, keys and values.
     pub(crate) fn with_qkv_bias(self, has_bias: bool) -> Self {
-        let Mixer::Attention(attention) = self.mixer;
-        Self { mixer: Mixer::Attention(AttentionSpec { has_bias, ..attention }), ..self }
+        self.with_attention(|attention| AttentionSpec { has_bias, ..attention })
     }
 
     /// Returns the layer with experts.
@@ -132,13 +160,33 @@ impl LayerSpec {
 
     /// Returns the layer with a sliding window of `window` tokens.
     pub(crate) fn with_window(self, window: Option<NonZeroUsize>) -> Self {
-        let Mixer::Attention(attention) = self.mixer;
-        Self { mixer: Mixer::Attention(AttentionSpec { window, ..attention }), ..self }
+        self.with_attention(|attention| AttentionSpec { window, ..attention })
     }
 
     /// Returns the size of the sliding window in tokens, if there is one.
     pub fn window(&self) -> Option<NonZeroUsize> {
-        let Mixer::Attention(attention) = self.mixer;
-        attention.window
+        self.attention()?.window
+    }
+
+    /// Returns the attention of the layer; `None`: the layer has linear attention.
+    pub fn attention(&self) -> Option<AttentionSpec> {
+        match self.mixer {
+            Mixer::Attention(attention) => Some(attention),
+            Mixer::GatedDelta(_) => None,
+        }
+    }
+
+    /// Returns the linear attention of the layer, if it has it.
+    pub fn linear_attention(&self) -> Option<DeltaSpec> {
+        match self.mixer {
+            Mixer::Attention(_) => None,
+            Mixer::GatedDelta(delta) => Some(delta),
+        }
+    }
+
+    /// Returns the layer with its attention changed, if it has attention.
+    pub(crate) fn with_attention(self, change: impl Fn(AttentionSpec) -> AttentionSpec) -> Self {
+        let mixer = self.attention().map_or(self.mixer, |it| Mixer::Attention(change(it)));
+        Self { mixer, ..self }
     }
 }

@@ -24,6 +24,7 @@ mod families;
 mod fingerprint;
 mod layer;
 mod matrix;
+mod mixer;
 mod packing;
 mod rope;
 pub mod transformer;
@@ -35,10 +36,11 @@ pub use config::ModelConfig;
 pub use error::ModelError;
 pub use families::Family;
 pub use layer::{
-    AttentionSpec, ExpertSpec, FeedForward, GatedSpec, LayerSpec, Mixer, SharedExpertSpec,
+    AttentionSpec, DeltaSpec, ExpertSpec, FeedForward, GatedSpec, LayerSpec, Mixer,
+    SharedExpertSpec,
 };
 pub use matrix::MatrixSource;
 pub use packing::{PackedPart, PackedWeight, packing_order};
 pub use rope::RopeScaling;
 pub use transformer::{Limits, LoadProgress, Transformer, TransformerWeights};
-pub use weight::{ExpertWeight, LayerWeight, Weight, WeightPart, WeightShape};
+pub use weight::{DeltaWeight, ExpertWeight, LayerWeight, Weight, WeightPart, WeightShape};

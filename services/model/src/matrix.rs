@@ -144,6 +144,7 @@ impl<'a> MatrixSource<'a> {
     /// give the hash of the tensor.
     pub(crate) fn has_stored_rows(&self) -> bool {
         match &self.data {
+            MatrixData::Stored { order: RowOrder::Part(_), .. } => false,
             MatrixData::Stored { scales, .. } => !matches!(scales, Some(Scales::Mxfp4(_))),
             MatrixData::Int4 { .. } => false,
             MatrixData::Random(_) | MatrixData::RandomMxfp4(_) => true,

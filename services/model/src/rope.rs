@@ -115,6 +115,30 @@ pub(crate) enum RowOrder {
     Pairs { head_dim: usize },
     /// Every second row, from this one on: the gate or up rows of gpt-oss's experts.
     Alternate { first: usize },
+    /// A part of the rows of a tensor.
+    Part(RowPart),
+}
+
+/// Equally spaced groups of the rows of a tensor. Other weights have the rows between.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct RowPart {
+    /// The first row; 0 for one of the weights of a tensor.
+    pub first: usize,
+    /// Rows of a group.
+    pub group: usize,
+    /// Rows from the start of a group to the start of the next one.
+    pub stride: usize,
+    /// Rows of the tensor.
+    pub stored_rows: usize,
+}
+
+impl RowPart {
+    /// Returns the `index`-th of parts with these numbers of rows in each of `groups` groups.
+    pub(crate) fn of<const N: usize>(parts: [usize; N], index: usize, groups: usize) -> Self {
+        let stride = parts.iter().sum::<usize>();
+        let first = parts[..index].iter().sum();
+        Self { first, group: parts[index], stride, stored_rows: groups * stride }
+    }
 }
 
 impl RowOrder {
@@ -123,6 +147,7 @@ impl RowOrder {
         match self {
             RowOrder::Halves | RowOrder::Pairs { .. } => rows,
             RowOrder::Alternate { .. } => 2 * rows,
+            RowOrder::Part(part) => part.stored_rows,
         }
     }
 
@@ -131,6 +156,9 @@ impl RowOrder {
         match self {
             RowOrder::Halves => row,
             RowOrder::Alternate { first } => 2 * row + first,
+            RowOrder::Part(RowPart { first, group, stride, .. }) => {
+                first + row / group * stride + row % group
+            }
             RowOrder::Pairs { head_dim } => {
                 let (head, row) = (row / head_dim, row % head_dim);
                 let (half, pair) = (row / (head_dim / 2), row % (head_dim / 2));

@@ -1,14 +1,9 @@
 //! Packs a model's weights and runs its forward pass: once for all families, over the description
 //! of the layers.
 
-use std::num::NonZeroUsize;
-
 use kernels::{
     Backend, Packer, RowSource, Shard,
-    backend::{
-        ExpertChoice, ExpertShape, ExpertWeights, GatedActivation, HeadShape, HeadWeights,
-        LayerAttention, NormSpan, SharedExpert,
-    },
+    backend::{ExpertChoice, ExpertShape, ExpertWeights, GatedActivation, SharedExpert},
 };
 
 use crate::{
@@ -17,11 +12,10 @@ use crate::{
     config::ModelConfig,
     error::ModelError,
     fingerprint::RowHashes,
-    layer::{
-        AttentionSpec, ExpertSpec, FeedForward, GatedSpec, LayerSpec, Mixer, SharedExpertSpec,
-    },
+    layer::{ExpertSpec, FeedForward, GatedSpec, SharedExpertSpec},
     matrix::{MatrixSource, NotFinite, StackedRows},
-    weight::{ExpertWeight, LayerWeight, Weight, WeightPart},
+    mixer::{MixerActivations, MixerContext, MixerWeights},
+    weight::{DeltaWeight, ExpertWeight, LayerWeight, Weight, WeightPart},
 };
 
 /// Loaded model, or one rank's shard of it: packed weights and the activations of one step. The
@@ -30,11 +24,7 @@ pub struct Transformer<B: Backend> {
     config: ModelConfig,
     shard: Shard,
     limits: Limits,
-    /// Heads of the rank.
-    heads: HeadShape,
-    rope_frequencies: B::Vector,
-    /// Frequencies of layers with a window, if they have their own.
-    window_rope_frequencies: Option<B::Vector>,
+    mixers: MixerContext<B::Vector>,
     /// `None` while other weights are packed in their place.
     weights: Option<TransformerWeights<B::Matrix, B::Vector>>,
     adapters: AdapterTable<B::LowRank>,
@@ -56,37 +46,6 @@ struct Layer<M, V> {
     mixer: MixerWeights<M, V>,
     feed_forward_norm: V,
     feed_forward: FeedForwardWeights<M, V>,
-}
-
-enum MixerWeights<M, V> {
-    Attention {
-        /// Queries, keys, values: `[qkv_width][hidden]`.
-        qkv: M,
-        /// Bias of `qkv`, `[qkv_width]`.
-        bias: Option<V>,
-        /// Norms of queries and keys, and the elements that each normalizes together.
-        qk_norm: Option<(V, V, NormSpan)>,
-        /// Size of the sliding window in tokens.
-        window: Option<NonZeroUsize>,
-        /// Attention sinks `[query_heads]`.
-        sinks: Option<V>,
-        /// `[hidden][query_width]`.
-        output: M,
-        /// `[hidden]`.
-        output_bias: Option<V>,
-        /// Norm of the output.
-        post_norm: Option<V>,
-    },
-}
-
-impl<M, V> MixerWeights<M, V> {
-    /// Returns the weights between the QKV GEMM and attention.
-    fn head_weights<'a>(&'a self, frequencies: &'a V, eps: f32) -> HeadWeights<'a, V> {
-        let Self::Attention { bias, qk_norm, .. } = self;
-        let norms = qk_norm.as_ref().map(|(query, key, _)| (query, key));
-        let norm_span = qk_norm.as_ref().map_or(NormSpan::Head, |(_, _, span)| *span);
-        HeadWeights { frequencies, bias: bias.as_ref(), norms, norm_span, eps }
-    }
 }
 
 enum FeedForwardWeights<M, V> {
@@ -150,10 +109,7 @@ struct Activations<B: Backend> {
     residual: B::Buffer,
     /// Normalized input of attention or feed-forward `[rows][hidden]`.
     normed: B::Buffer,
-    /// `[rows][qkv_width]`.
-    qkv: B::Buffer,
-    /// `[rows][query_width]`.
-    attended: B::Buffer,
+    mixer: MixerActivations<B>,
     /// Output of attention or feed-forward that is added to the residual stream `[rows][hidden]`.
     delta: B::Buffer,
     /// `[rows][2 * ffn]`.
@@ -162,8 +118,6 @@ struct Activations<B: Backend> {
     activated: B::Buffer,
     /// `None` without experts.
     experts: Option<B::ExpertBuffers>,
-    /// Attention output of the sampled rows in the last layer `[sampled_rows][query_width]`.
-    sampled_attended: B::Buffer,
     /// Residual stream of the sampled rows in the last layer `[sampled_rows][hidden]`.
     sampled_residual: B::Buffer,
     /// `[sampled_rows][vocab]`.
@@ -217,8 +171,8 @@ impl<M, V> TransformerWeights<M, V> {
         source: &mut S,
     ) -> Result<Self, S::Error> {
         let embedding = source.matrix(&[Weight::Embedding])?;
-        let layers = config.layers.iter().enumerate();
-        let layers = layers.map(|(index, layer)| Layer::in_order(index, layer, shard, source));
+        let layers = 0..config.layers.len();
+        let layers = layers.map(|index| Layer::in_order(index, config, shard, source));
         let layers = layers.collect::<Result<Vec<_>, S::Error>>()?;
         let output_norm = source.vector(&[Weight::OutputNorm])?;
         let output = match config.tied_output {
@@ -233,47 +187,16 @@ impl<M, V> Layer<M, V> {
     /// Makes every matrix and vector of layer `index`, in memory order.
     fn in_order<S: PackedSource<Matrix = M, Vector = V>>(
         index: usize,
-        layer: &LayerSpec,
+        config: &ModelConfig,
         shard: Shard,
         source: &mut S,
     ) -> Result<Self, S::Error> {
         use LayerWeight as W;
         let weight = |weight| Weight::Layer(index, weight);
         let mixer_norm = source.vector(&[weight(W::AttentionNorm)])?;
-        let Mixer::Attention(attention) = layer.mixer;
-        let AttentionSpec { has_bias, has_output_bias, has_sinks, qk_norm, has_post_norm, window } =
-            attention;
-        let mixer = MixerWeights::Attention {
-            qkv: source.matrix(&[W::Query, W::Key, W::Value].map(weight))?,
-            bias: match has_bias {
-                false => None,
-                true => Some(source.vector(&[W::QueryBias, W::KeyBias, W::ValueBias].map(weight))?),
-            },
-            qk_norm: match qk_norm {
-                None => None,
-                Some(span) => Some((
-                    source.vector(&[weight(W::QueryNorm)])?,
-                    source.vector(&[weight(W::KeyNorm)])?,
-                    span,
-                )),
-            },
-            window,
-            sinks: match has_sinks {
-                false => None,
-                true => Some(source.vector(&[weight(W::Sinks)])?),
-            },
-            output: source.matrix(&[weight(W::AttentionOutput)])?,
-            output_bias: match has_output_bias {
-                false => None,
-                true => Some(source.vector(&[weight(W::OutputBias)])?),
-            },
-            post_norm: match has_post_norm {
-                false => None,
-                true => Some(source.vector(&[weight(W::AttentionPostNorm)])?),
-            },
-        };
+        let mixer = MixerWeights::in_order(index, config, source)?;
         let feed_forward_norm = source.vector(&[weight(W::FfnNorm)])?;
-        let feed_forward = match layer.feed_forward {
+        let feed_forward = match config.layers[index].feed_forward {
             FeedForward::Gated(GatedSpec { activation, has_post_norm }) => {
                 FeedForwardWeights::Gated {
                     gate_up: source.matrix(&[W::Gate, W::Up].map(weight))?,
@@ -381,7 +304,7 @@ impl<B: Backend> Transformer<B> {
         let config = checkpoint.config().clone();
         let shard = backend.shard();
         let weights = TransformerWeights::pack(checkpoint, backend, progress)?;
-        let heads = config.head_shape_of(shard);
+        let mixers = MixerContext::new(&config, shard, backend);
         let ffn_size = config.ffn_size_of(shard);
 
         let rows = |width| backend.buffer(limits.rows_max, width);
@@ -394,26 +317,20 @@ impl<B: Backend> Transformer<B> {
         let activations = Activations {
             residual: backend.wide_buffer(limits.rows_max, config.hidden_size),
             normed: rows(config.hidden_size),
-            qkv: rows(heads.qkv_width()),
-            attended: rows(heads.query_width()),
+            mixer: MixerActivations::new(backend, limits, &config, &mixers),
             delta: rows(config.hidden_size),
             gate_up: rows(2 * ffn_size),
             activated: rows(ffn_size),
             experts: config.experts().map(expert_buffers),
-            sampled_attended: backend.buffer(limits.sampled_max, heads.query_width()),
             sampled_residual: backend.wide_buffer(limits.sampled_max, config.hidden_size),
             logits: backend.wide_buffer(limits.sampled_max, shard.tokens(config.vocab_size).len()),
         };
         Ok(Self {
-            rope_frequencies: backend.vector(&config.rope_frequencies()),
-            window_rope_frequencies: config
-                .window_rope_frequencies()
-                .map(|frequencies| backend.vector(&frequencies)),
+            mixers,
             adapters: AdapterTable::new(backend, &config, limits.adapter_slots),
             config,
             shard,
             limits,
-            heads,
             weights: Some(weights),
             activations,
         })
@@ -473,19 +390,17 @@ impl<B: Backend> Transformer<B> {
     /// When the model has no weights, the step exceeds the limits, or its blocks have another
     /// layout than this model's KV. All are bugs of the executor.
     pub fn forward(&mut self, backend: &mut B, step: &mut B::Step) -> &B::Buffer {
-        let Self { config, shard, limits, heads, weights, adapters, activations, .. } = self;
+        let Self { config, shard, limits, mixers, weights, adapters, activations } = self;
         let weights = weights.as_ref().expect("no forward pass runs without weights");
-        let (heads, eps, scale) = (*heads, config.rms_eps, config.attention_scale());
+        let eps = config.rms_eps;
         let Activations {
             residual,
             normed,
-            qkv,
-            attended,
+            mixer,
             delta,
             gate_up,
             activated,
             experts: expert_buffers,
-            sampled_attended,
             sampled_residual,
             logits,
         } = activations;
@@ -511,36 +426,24 @@ impl<B: Backend> Transformer<B> {
         for (index, layer) in weights.layers.iter().enumerate() {
             let adapters = adapters.as_ref().map(|layers| &layers[index]);
             let next = weights.layers.get(index + 1);
-            let MixerWeights::Attention {
-                qkv: w,
-                window,
-                sinks,
-                output,
-                output_bias,
-                post_norm,
-                ..
-            } = &layer.mixer;
-            let of_window = window.and(self.window_rope_frequencies.as_ref());
-            let frequencies = of_window.unwrap_or(&self.rope_frequencies);
-            let head_weights = layer.mixer.head_weights(frequencies, eps);
-            let operands = (&*normed, w, adapters.map(|adapters| &adapters.qkv));
-            backend.project_heads(index, heads, operands, head_weights, qkv, step);
-            // A prefill chunk that does not end its prompt only stores its KV.
-            if next.is_none() && sampled_rows == 0 {
+            let operands = (&*normed, adapters.map(|adapters| &adapters.qkv));
+            // A prefill chunk that does not end its prompt only stores its KV and states.
+            let only_state = next.is_none() && sampled_rows == 0;
+            mixer.run((&mut *backend, &mut *step), mixers, &layer.mixer, operands, only_state);
+            if only_state {
                 return logits;
             }
-            let attention = LayerAttention { layer: index, heads, scale, window: *window };
-            backend.attention(attention, sinks.as_ref(), qkv, step, attended);
-            let (mut rows, mut attended, mut residual) = (rows, &*attended, &mut *residual);
-            if next.is_none() && sampled_rows < rows {
-                // After the last attention, only the sampled rows are needed.
-                backend.gather_sampled(attended, step, sampled_attended);
+            // After the last mixer, only the sampled rows are needed.
+            let only_sampled = next.is_none() && sampled_rows < rows;
+            let attended = mixer.output(backend, step, &layer.mixer, only_sampled);
+            let (mut rows, mut residual) = (rows, &mut *residual);
+            if only_sampled {
                 backend.gather_sampled(residual, step, sampled_residual);
-                (rows, attended) = (sampled_rows, &*sampled_attended);
-                residual = &mut *sampled_residual;
+                (rows, residual) = (sampled_rows, &mut *sampled_residual);
             }
-            let norm = (&layer.feed_forward_norm, eps, post_norm.as_ref());
-            let product = (attended, output, output_bias.as_ref());
+            let (output, output_bias, post_norm) = layer.mixer.output();
+            let norm = (&layer.feed_forward_norm, eps, post_norm);
+            let product = (attended, output, output_bias);
             let updates = adapters.map(|adapters| (&adapters.output, &*step));
             let stream = (&mut *delta, &mut *residual);
             project_onto_residual(backend, rows, product, updates, stream, norm, normed);
@@ -656,7 +559,11 @@ impl<'a, P: Packer> CheckpointPacker<'a, P> {
         let hashes: Vec<Option<RowHashes>> = parts.iter().map(hashes_of).collect();
         let parts = parts.into_iter().zip(&hashes);
         let parts = parts.map(|(part, hashes)| part.hashing(hashes.as_ref())).collect();
-        let is_router = |weight| matches!(weight, LayerWeight::Router | LayerWeight::SharedRouter);
+        let is_router = |weight| {
+            use DeltaWeight::{Decay, UpdateRate};
+            use LayerWeight::{Delta, Router, SharedRouter};
+            matches!(weight, Router | SharedRouter | Delta(UpdateRate | Decay))
+        };
         let is_quantizable =
             |weight: &Weight| matches!(weight, Weight::Layer(_, of_layer) if !is_router(*of_layer));
         let source = StackedRows::new(parts).quantizable(weights.iter().all(is_quantizable));

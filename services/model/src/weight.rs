@@ -6,7 +6,7 @@ use kernels::{Shard, backend::NormSpan};
 
 use crate::{
     config::ModelConfig,
-    layer::{FeedForward, LayerSpec, Mixer},
+    layer::{FeedForward, LayerSpec},
 };
 
 /// One weight of a model.
@@ -24,6 +24,8 @@ pub enum Weight {
 pub enum LayerWeight {
     AttentionNorm,
     Query,
+    /// Projection of the output gate of attention, with the rows of `Query`.
+    QueryGate,
     Key,
     Value,
     QueryBias,
@@ -39,6 +41,8 @@ pub enum LayerWeight {
     OutputBias,
     /// Norm of the output of attention.
     AttentionPostNorm,
+    /// Weight of linear attention.
+    Delta(DeltaWeight),
     FfnNorm,
     Gate,
     Up,
@@ -57,6 +61,31 @@ pub enum LayerWeight {
     Expert(u32, ExpertWeight),
     /// Bias of the expert with this index.
     ExpertBias(u32, ExpertWeight),
+}
+
+/// Weight of linear attention (Gated DeltaNet).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DeltaWeight {
+    Query,
+    Key,
+    Value,
+    /// Projection of the output gate.
+    Gate,
+    /// Projection of the update rate of each value head.
+    UpdateRate,
+    /// Projection of the decay of each value head.
+    Decay,
+    /// Convolution of queries: `[channels][conv_size]`, as a vector.
+    QueryConv,
+    KeyConv,
+    ValueConv,
+    /// Logarithm of the decay rate of each value head.
+    DecayLog,
+    /// Bias of the decay's time step of each value head.
+    TimeBias,
+    /// Weight of the norm of each value head's output.
+    Norm,
+    Output,
 }
 
 /// Weight of an expert.
@@ -126,6 +155,16 @@ enum Axis {
     /// The elements of a query head with a norm, or of all query heads.
     QueryNorm,
     KeyNorm,
+    /// Elements of queries or keys of linear attention.
+    LinearKeys,
+    LinearValues,
+    /// One element for each value head of linear attention.
+    LinearHeads,
+    /// Elements of a value head of linear attention.
+    LinearHead,
+    /// Weights of the convolution of queries or keys.
+    KeyConv,
+    ValueConv,
     Ffn,
     Experts,
     ExpertFfn,
@@ -143,6 +182,15 @@ impl Axis {
             Axis::KvHeads => config.kv_head_count * config.head_dim,
             Axis::QueryNorm => norm_heads(config, config.query_head_count) * config.head_dim,
             Axis::KeyNorm => norm_heads(config, config.kv_head_count) * config.head_dim,
+            Axis::LinearKeys
+            | Axis::LinearValues
+            | Axis::LinearHeads
+            | Axis::LinearHead
+            | Axis::KeyConv
+            | Axis::ValueConv => {
+                let (heads, size) = self.linear_heads(config);
+                heads * size
+            }
             Axis::Ffn => config.ffn_size,
             Axis::Experts => config.experts().map_or(0, |experts| experts.count),
             Axis::ExpertFfn => config.experts().map_or(0, |experts| experts.size),
@@ -154,12 +202,23 @@ impl Axis {
     /// Returns the range that a rank loads. Heads, intermediate rows of the feed-forward network
     /// and tokens are sharded.
     fn part(self, config: &ModelConfig, shard: Shard) -> Range<usize> {
-        let heads = |count: usize| {
+        let part = |count: usize, size: usize| {
             let heads = shard.part(count);
-            heads.start * config.head_dim..heads.end * config.head_dim
+            heads.start * size..heads.end * size
         };
+        let heads = |count: usize| part(count, config.head_dim);
         match self {
-            Axis::One | Axis::OneRow | Axis::Hidden | Axis::Experts => 0..self.len(config),
+            Axis::One | Axis::OneRow | Axis::Hidden | Axis::Experts | Axis::LinearHead => {
+                0..self.len(config)
+            }
+            Axis::LinearKeys
+            | Axis::LinearValues
+            | Axis::LinearHeads
+            | Axis::KeyConv
+            | Axis::ValueConv => {
+                let (heads, size) = self.linear_heads(config);
+                part(heads, size)
+            }
             // A norm of each head is the same on all ranks.
             Axis::QueryNorm | Axis::KeyNorm if self.len(config) == config.head_dim => {
                 0..config.head_dim
@@ -169,6 +228,21 @@ impl Axis {
             Axis::Ffn | Axis::SharedFfn | Axis::Sinks => shard.part(self.len(config)),
             Axis::ExpertFfn => shard.expert_rows(self.len(config)),
             Axis::Vocabulary => shard.tokens(config.vocab_size),
+        }
+    }
+}
+
+impl Axis {
+    /// Returns the number of heads of a dimension of linear attention, and the elements of each.
+    fn linear_heads(self, config: &ModelConfig) -> (usize, usize) {
+        let Some(delta) = config.linear_attention() else { return (0, 0) };
+        match self {
+            Axis::LinearKeys => (delta.key_heads, delta.key_dim),
+            Axis::KeyConv => (delta.key_heads, delta.key_dim * delta.conv_size),
+            Axis::LinearHeads => (delta.value_heads, 1),
+            Axis::LinearHead => (1, delta.value_dim),
+            Axis::ValueConv => (delta.value_heads, delta.value_dim * delta.conv_size),
+            _ => (delta.value_heads, delta.value_dim),
         }
     }
 }
@@ -183,18 +257,23 @@ fn norm_heads(config: &ModelConfig, count: usize) -> usize {
 
 /// Weights of a layer in the order of the forward pass: names in GGUF and in Hugging Face's
 /// checkpoints, rows and columns.
-const LAYER_WEIGHTS: [(LayerWeight, &str, &str, Axis, Axis); 24] = {
+const LAYER_WEIGHTS: [(LayerWeight, &str, &str, Axis, Axis); 38] = {
     use Axis::{
-        Experts, Ffn, Hidden, KeyNorm, KvHeads, One, OneRow, QueryHeads, QueryNorm, SharedFfn,
-        Sinks,
+        Experts, Ffn, Hidden, KeyConv, KeyNorm, KvHeads, LinearHead, LinearHeads, LinearKeys,
+        LinearValues, One, OneRow, QueryHeads, QueryNorm, SharedFfn, Sinks, ValueConv,
     };
+    use DeltaWeight as D;
     use LayerWeight as W;
+    // No GGUF file of the families with these weights is read.
+    const NO_GGUF: &str = "";
+    const CONV: &str = "linear_attn.conv1d.weight";
     const S_GATE: W = W::Shared(ExpertWeight::Gate);
     const S_UP: W = W::Shared(ExpertWeight::Up);
     const S_DOWN: W = W::Shared(ExpertWeight::Down);
     [
         (W::AttentionNorm, "attn_norm.weight", "input_layernorm.weight", One, Hidden),
         (W::Query, "attn_q.weight", "self_attn.q_proj.weight", QueryHeads, Hidden),
+        (W::QueryGate, NO_GGUF, "self_attn.q_proj.weight", QueryHeads, Hidden),
         (W::Key, "attn_k.weight", "self_attn.k_proj.weight", KvHeads, Hidden),
         (W::Value, "attn_v.weight", "self_attn.v_proj.weight", KvHeads, Hidden),
         (W::QueryBias, "attn_q.bias", "self_attn.q_proj.bias", One, QueryHeads),
@@ -212,6 +291,19 @@ const LAYER_WEIGHTS: [(LayerWeight, &str, &str, Axis, Axis); 24] = {
             One,
             Hidden,
         ),
+        (W::Delta(D::Query), NO_GGUF, "linear_attn.in_proj_qkv.weight", LinearKeys, Hidden),
+        (W::Delta(D::Key), NO_GGUF, "linear_attn.in_proj_qkv.weight", LinearKeys, Hidden),
+        (W::Delta(D::Value), NO_GGUF, "linear_attn.in_proj_qkv.weight", LinearValues, Hidden),
+        (W::Delta(D::Gate), NO_GGUF, "linear_attn.in_proj_z.weight", LinearValues, Hidden),
+        (W::Delta(D::UpdateRate), NO_GGUF, "linear_attn.in_proj_b.weight", LinearHeads, Hidden),
+        (W::Delta(D::Decay), NO_GGUF, "linear_attn.in_proj_a.weight", LinearHeads, Hidden),
+        (W::Delta(D::QueryConv), NO_GGUF, CONV, One, KeyConv),
+        (W::Delta(D::KeyConv), NO_GGUF, CONV, One, KeyConv),
+        (W::Delta(D::ValueConv), NO_GGUF, CONV, One, ValueConv),
+        (W::Delta(D::DecayLog), NO_GGUF, "linear_attn.A_log", One, LinearHeads),
+        (W::Delta(D::TimeBias), NO_GGUF, "linear_attn.dt_bias", One, LinearHeads),
+        (W::Delta(D::Norm), NO_GGUF, "linear_attn.norm.weight", One, LinearHead),
+        (W::Delta(D::Output), NO_GGUF, "linear_attn.out_proj.weight", Hidden, LinearValues),
         (W::FfnNorm, "ffn_norm.weight", "post_attention_layernorm.weight", One, Hidden),
         (W::Gate, "ffn_gate.weight", "mlp.gate_proj.weight", Ffn, Hidden),
         (W::Up, "ffn_up.weight", "mlp.up_proj.weight", Ffn, Hidden),
@@ -235,7 +327,7 @@ const LAYER_WEIGHTS: [(LayerWeight, &str, &str, Axis, Axis); 24] = {
 impl LayerWeight {
     /// Returns the weights of a layer, in the order of the forward pass.
     pub fn of(layer: LayerSpec) -> impl Iterator<Item = LayerWeight> {
-        let Mixer::Attention(attention) = layer.mixer;
+        let attention = layer.attention();
         let (gated, experts) = match layer.feed_forward {
             FeedForward::Gated(gated) => (Some(gated), None),
             FeedForward::Experts(experts) => (None, Some(experts)),
@@ -253,13 +345,21 @@ impl LayerWeight {
             weights.map(|weight| LayerWeight::ExpertBias(expert, weight))
         });
         let is_of_layer = move |weight: &LayerWeight| match weight {
+            LayerWeight::Query
+            | LayerWeight::Key
+            | LayerWeight::Value
+            | LayerWeight::AttentionOutput => attention.is_some(),
+            LayerWeight::QueryGate => attention.is_some_and(|it| it.has_output_gate),
             LayerWeight::QueryBias | LayerWeight::KeyBias | LayerWeight::ValueBias => {
-                attention.has_bias
+                attention.is_some_and(|it| it.has_bias)
             }
-            LayerWeight::OutputBias => attention.has_output_bias,
-            LayerWeight::Sinks => attention.has_sinks,
-            LayerWeight::QueryNorm | LayerWeight::KeyNorm => attention.qk_norm.is_some(),
-            LayerWeight::AttentionPostNorm => attention.has_post_norm,
+            LayerWeight::OutputBias => attention.is_some_and(|it| it.has_output_bias),
+            LayerWeight::Sinks => attention.is_some_and(|it| it.has_sinks),
+            LayerWeight::QueryNorm | LayerWeight::KeyNorm => {
+                attention.is_some_and(|it| it.qk_norm.is_some())
+            }
+            LayerWeight::AttentionPostNorm => attention.is_some_and(|it| it.has_post_norm),
+            LayerWeight::Delta(_) => attention.is_none(),
             LayerWeight::FfnPostNorm => gated.is_some_and(|gated| gated.has_post_norm),
             LayerWeight::Gate | LayerWeight::Up | LayerWeight::Down => gated.is_some(),
             LayerWeight::Router => experts.is_some(),

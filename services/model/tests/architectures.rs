@@ -111,6 +111,8 @@ fn f32_logits_and_greedy_tokens_equal_those_of_transformers() {
             "qwen3_moe",
             "qwen3_moe/model.gguf",
             "qwen3_moe_fp8",
+            "qwen3_next",
+            "qwen3_next_fp8",
         ]
     );
 }

@@ -78,7 +78,7 @@ fn first_difference_of_two_configurations_is_named() {
         ("rope_scaling", |it| it.rope_scaling = RopeScaling::None),
         ("rope_attention_factor", |it| it.rope_attention_factor = 1.5),
         ("layers", |it| {
-            let Mixer::Attention(attention) = it.layers[2].mixer;
+            let attention = it.layers[2].attention().unwrap();
             let window = Some(NonZeroUsize::MIN);
             it.layers[2].mixer = Mixer::Attention(AttentionSpec { window, ..attention });
         }),
@@ -350,7 +350,7 @@ fn unsupported_features_are_rejected_by_name() {
              \"Glm4MoeForCausalLM\", \"GptOssForCausalLM\", \"LlamaForCausalLM\", \
              \"MiniMaxM2ForCausalLM\", \"MistralForCausalLM\", \"MixtralForCausalLM\", \"OlmoeForCausalLM\", \
              \"Qwen2ForCausalLM\", \"Qwen2MoeForCausalLM\", \"Qwen3ForCausalLM\", \
-             \"Qwen3MoeForCausalLM\"",
+             \"Qwen3MoeForCausalLM\", \"Qwen3NextForCausalLM\"",
         ),
         (
             json!({"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "fp8"}}),

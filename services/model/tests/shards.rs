@@ -65,7 +65,9 @@ fn check(checkpoint: &Checkpoint, weights: WeightFormat, first: Shard, tolerance
     if weights != WeightFormat::F32 {
         return;
     }
-    for block in (0..3).map(BlockId) {
+    // The blocks of the first sequence: KV of 40 tokens, then the recurrent state.
+    let state = checkpoint.config().state_shape().map_or(0, |it| it.block_count(kv.layout()));
+    for block in (0..3 + state as u32).map(BlockId) {
         let values = |arena: &Arc<KvArena>| -> Vec<f32> {
             let block = arena.read(block).unwrap();
             let bytes = block.host_view().unwrap().as_chunks().0;
@@ -82,7 +84,7 @@ fn check(checkpoint: &Checkpoint, weights: WeightFormat, first: Shard, tolerance
 fn every_architecture_and_format_agrees_on_two_ranks() {
     let folder = common::fixture("architectures");
     let mut checked = 0;
-    for name in ["llama3", "mistral", "qwen2", "qwen2_window", "qwen3"] {
+    for name in ["llama3", "mistral", "qwen2", "qwen2_window", "qwen3", "qwen3_next"] {
         for path in [folder.join(name), folder.join(name).join("model.gguf")] {
             if path.exists() {
                 let checkpoint = Checkpoint::open(&path, LoadFormat::Auto).unwrap();
@@ -91,7 +93,7 @@ fn every_architecture_and_format_agrees_on_two_ranks() {
             }
         }
     }
-    assert_eq!(checked, 9);
+    assert_eq!(checked, 10);
 }
 
 fn dummy(folder: &Path, changes: Value) -> Checkpoint {

@@ -482,7 +482,6 @@ fn step_sequence<'a>(batch: &'a Batch, scheduled: &ScheduledRow) -> StepSequence
         first_position: scheduled.start as u32,
         tokens: &row.tokens[scheduled.start..scheduled.end()],
         blocks: &row.blocks,
-        state: &[],
         sampled_rows: logit_rows(batch, scheduled) as u32,
         adapter: row.adapter,
     }
@@ -516,9 +515,12 @@ fn check(
     };
     let wanted = groups.block_layout(whole);
     let heads = shard.part(wanted.kv_head_count);
-    let heads = match found {
-        _ if found == wanted => heads,
-        _ if found == wanted.with_heads(heads.len()) => 0..heads.len(),
+    let (heads, groups) = match found {
+        _ if found == wanted => (heads, groups),
+        _ if found == wanted.with_heads(heads.len()) => {
+            let state = groups.state().map(|state| state.part(shard.rank_count()));
+            (0..heads.len(), groups.with_state(state, found))
+        }
         _ => return Err(ModelMismatch::Layout { found, wanted }.into()),
     };
     limits.check(config, arena.block_count())?;

@@ -48,6 +48,19 @@ pub(crate) fn dummy_model(changes: serde_json::Value) -> Checkpoint {
     Checkpoint::open(&path, LoadFormat::Dummy { seed: 11 }).expect("the config is complete")
 }
 
+/// Returns a model with linear attention in two of three layers, and with experts.
+pub(crate) fn hybrid_model() -> Checkpoint {
+    dummy_model(serde_json::json!({
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next",
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12,
+        "linear_value_head_dim": 10, "linear_conv_kernel_dim": 4, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24
+    }))
+}
+
 /// Returns SmolLM2, which is downloaded and not part of the repository.
 pub(crate) fn real_model() -> Checkpoint {
     let path = std::env::var_os("BATON_TEST_MODEL").map(PathBuf::from).unwrap_or_else(|| {
@@ -95,7 +108,8 @@ pub(crate) fn engine_with(
 ) -> (CpuEngine, Arc<KvArena>) {
     let layout = checkpoint.config().kv_layout(weights.kv_format());
     let (executor, arena) = executor(checkpoint, config, threads, weights, layout);
-    (StepLoop::new(scheduler(config), executor), arena)
+    let scheduler = scheduler(config).with_kv_groups(executor.kv_groups());
+    (StepLoop::new(scheduler, executor), arena)
 }
 
 /// Returns an engine in f32 with the KV groups of the model, and the arena of its KV.

@@ -4,7 +4,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::{
     config::ModelConfig,
-    weight::{ExpertWeight, LayerWeight, Weight, WeightShape},
+    weight::{DeltaWeight, ExpertWeight, LayerWeight, Weight, WeightShape},
 };
 
 /// Generated weights without a file.
@@ -26,9 +26,17 @@ pub(crate) struct RandomRows {
 
 impl DummyWeights {
     pub(crate) fn rows(&self, weight: Weight, config: &ModelConfig) -> RandomRows {
-        let key = xxh3_64_with_seed(weight.hugging_face_name(config).as_bytes(), self.seed);
+        let name = match weight {
+            // These weights are parts of one tensor in files.
+            Weight::Layer(layer, LayerWeight::QueryGate | LayerWeight::Delta(_)) => {
+                format!("{layer}.{weight:?}")
+            }
+            _ => weight.hugging_face_name(config),
+        };
+        let key = xxh3_64_with_seed(name.as_bytes(), self.seed);
         let (mean, deviation) = match weight.shape(config) {
             WeightShape::Vector { .. } if is_bias(weight) => (0.0, 0.05),
+            WeightShape::Vector { .. } if is_conv(weight) => (0.0, 0.5),
             // Norms near 1, so that activations keep their magnitude.
             WeightShape::Vector { .. } => (1.0, 0.05),
             WeightShape::Matrix { cols, .. } => {
@@ -39,6 +47,7 @@ impl DummyWeights {
                     Weight::Layer(
                         _,
                         LayerWeight::AttentionOutput
+                        | LayerWeight::Delta(DeltaWeight::Output)
                         | LayerWeight::Down
                         | LayerWeight::Shared(ExpertWeight::Down)
                         | LayerWeight::Expert(_, ExpertWeight::Down),
@@ -55,11 +64,26 @@ impl DummyWeights {
 
 fn is_bias(weight: Weight) -> bool {
     let Weight::Layer(_, weight) = weight else { return false };
-    use LayerWeight::{ExpertBias, KeyBias, OutputBias, QueryBias, RouterBias, Sinks, ValueBias};
+    use DeltaWeight::{DecayLog, TimeBias};
+    use LayerWeight::{
+        Delta, ExpertBias, KeyBias, OutputBias, QueryBias, RouterBias, Sinks, ValueBias,
+    };
     matches!(
         weight,
-        QueryBias | KeyBias | ValueBias | OutputBias | RouterBias | Sinks | ExpertBias(..)
+        QueryBias
+            | KeyBias
+            | ValueBias
+            | OutputBias
+            | RouterBias
+            | Sinks
+            | ExpertBias(..)
+            | Delta(DecayLog | TimeBias)
     )
+}
+
+fn is_conv(weight: Weight) -> bool {
+    use DeltaWeight::{KeyConv, QueryConv, ValueConv};
+    matches!(weight, Weight::Layer(_, LayerWeight::Delta(QueryConv | KeyConv | ValueConv)))
 }
 
 impl RandomRows {

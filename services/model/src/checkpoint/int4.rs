@@ -162,7 +162,9 @@ impl StoredWeights {
         config: &ModelConfig,
     ) -> Result<Option<Int4Tensors<'_>>, ModelError> {
         let Some((format, module)) = self.int4_module(weight, config) else { return Ok(None) };
+        let order = self.order_of(weight, config);
         let (rows, cols) = weight.matrix_shape(config);
+        let rows = order.stored_rows(rows);
         let group_count = format.group_count(cols);
         let names = format.packing.names();
         let named = |name: &str| self.name_in_files(format!("{module}{name}"));
@@ -230,7 +232,6 @@ impl StoredWeights {
             }
             _ => None,
         };
-        let order = self.order_of(weight, config);
         let size = [rows, cols, group_count];
         Ok(Some(Int4Tensors { format, size, order, numbers, scales, zeros, groups, shape }))
     }

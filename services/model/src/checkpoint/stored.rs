@@ -17,7 +17,7 @@ use crate::{
     encoding::{Encoding, Format},
     error::ModelError,
     matrix::Scales,
-    rope::RowOrder,
+    rope::{RowOrder, RowPart},
     weight::{LayerWeight, Weight, WeightShape},
 };
 
@@ -57,8 +57,8 @@ const WEIGHT: &str = "weight";
 const LAYERS: &str = "model.layers.";
 /// Prefix of the names of the language model's weights in multimodal models.
 const LANGUAGE_MODEL: &str = "language_model.";
-/// Begin of the names of ERNIE's weights for multi-token prediction.
-const MTP: &str = "model.mtp_";
+/// Begins of the names of weights for multi-token prediction, in ERNIE and in hybrid Qwen models.
+const MTP: [&str; 2] = ["model.mtp_", "mtp."];
 
 /// Tensor of the directory.
 pub(super) struct Entry {
@@ -171,7 +171,11 @@ impl StoredWeights {
         if !self.has(&name) {
             return Err(self.missing(name, weight.shape(config).dims()));
         }
-        let tensor = self.named(name, self.order_of(weight, config))?;
+        let order = self.order_of(weight, config);
+        let tensor = self.named(name, order)?;
+        if let RowOrder::Part(part) = order {
+            return tensor.of_part(part, weight, config);
+        }
         match weight {
             Weight::Layer(_, LayerWeight::Expert(expert, _)) if self.format == Format::Gguf => {
                 tensor.expert(expert, weight.shape(config), config)
@@ -190,12 +194,34 @@ impl StoredWeights {
 
     /// Returns the order of the rows of a weight that has a tensor of its own.
     pub(super) fn order_of(&self, weight: Weight, config: &ModelConfig) -> RowOrder {
+        if let Some(part) = self.part_of(weight, config) {
+            return RowOrder::Part(part);
+        }
         let is_paired = matches!(weight, Weight::Layer(_, LayerWeight::Query | LayerWeight::Key))
             && config.family.pairs_rows(self.format);
         match is_paired {
             true => RowOrder::Pairs { head_dim: config.head_dim },
             false => RowOrder::Halves,
         }
+    }
+
+    /// Returns the rows of its tensor that a weight has; `None`: all.
+    pub(super) fn part_of(&self, weight: Weight, config: &ModelConfig) -> Option<RowPart> {
+        match weight {
+            Weight::Layer(_, weight) if self.format == Format::Safetensors => {
+                config.family.weight_part(weight, config)
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns the tensor that has a weight and others, as stored.
+    pub(super) fn whole_tensor(
+        &self,
+        weight: Weight,
+        config: &ModelConfig,
+    ) -> Result<StoredTensor<'_>, ModelError> {
+        self.named(self.name_of(weight, config), RowOrder::Halves)
     }
 
     pub(super) fn missing(&self, tensor: String, expected: Vec<u64>) -> ModelError {
@@ -310,11 +336,16 @@ impl StoredWeights {
         for weight in Weight::all(config) {
             let name = self.name_of(weight, config);
             let is_fp8 = |entry: &Entry| entry.encoding == Ok(Encoding::F8E4m3);
-            if !self.tensors.get(&name).is_some_and(is_fp8) {
+            if !self.tensors.get(&name).is_some_and(is_fp8) || self.scales.contains_key(&name) {
                 continue;
             }
             let matrix = self.named(name.clone(), RowOrder::Halves)?;
-            let shape = weight.shape(config);
+            let shape = match (weight.shape(config), self.part_of(weight, config)) {
+                (WeightShape::Matrix { cols, .. }, Some(part)) => {
+                    WeightShape::Matrix { rows: part.stored_rows, cols }
+                }
+                (shape, _) => shape,
+            };
             if matrix.dims != shape.dims() {
                 return Err(matrix.wrong_shape(shape.dims()));
             }
@@ -413,7 +444,8 @@ impl StoredWeights {
 fn is_of_mtp_layer(name: &str, config: &ModelConfig) -> bool {
     let index = name.strip_prefix(LAYERS).and_then(|name| name.split('.').next()?.parse().ok());
     let is_after_last = index.is_some_and(|index: usize| index >= config.layer_count);
-    config.family.has_mtp_layers() && (is_after_last || name.starts_with(MTP))
+    config.family.has_mtp_layers()
+        && (is_after_last || MTP.iter().any(|begin| name.starts_with(begin)))
 }
 
 impl StoredTensor<'_> {
@@ -438,6 +470,28 @@ impl StoredTensor<'_> {
             bytes: self.bytes.part(begin..begin + bytes),
             ..self
         })
+    }
+
+    /// Returns the rows of a tensor that belong to a weight. The vector of a convolution is stored
+    /// as `[channels][1][conv_size]`.
+    fn of_part(
+        self,
+        part: RowPart,
+        weight: Weight,
+        config: &ModelConfig,
+    ) -> Result<Self, ModelError> {
+        let rows = part.stored_rows as u64;
+        let expected = match weight.shape(config) {
+            WeightShape::Matrix { cols, .. } => vec![rows, cols as u64],
+            WeightShape::Vector { .. } => {
+                let size = config.linear_attention().map_or(1, |delta| delta.conv_size as u64);
+                vec![rows / size, 1, size]
+            }
+        };
+        match self.dims == expected {
+            true => Ok(Self { dims: weight.shape(config).dims(), ..self }),
+            false => Err(self.wrong_shape(expected)),
+        }
     }
 
     /// Returns the name of the element type and, for FP8, of the part with a scale.

@@ -41,8 +41,6 @@ pub(super) static FAMILY: Family = Family {
             fields.require::<Value>("rope_scaling")?;
         }
         let has_bias = fields.get("attention_bias")?.unwrap_or(true);
-        let Mixer::Attention(attention) = layer.mixer;
-        let attention = AttentionSpec { has_bias, has_output_bias: has_bias, ..attention };
         let choice = ExpertChoice {
             score: ExpertScore::BiasedSoftmax,
             ..ExpertChoice::softmax(fields.get("num_experts_per_tok")?.unwrap_or(4), true)
@@ -57,7 +55,12 @@ pub(super) static FAMILY: Family = Family {
             },
             ..ExpertSpec::new(count, fields.require("intermediate_size")?, choice)
         };
-        let full = LayerSpec { mixer: Mixer::Attention(attention), ..layer }.with_experts(experts);
+        let layer = layer.with_attention(|attention| AttentionSpec {
+            has_bias,
+            has_output_bias: has_bias,
+            ..attention
+        });
+        let full = layer.with_experts(experts);
         let window = fields.get("sliding_window")?.unwrap_or(WINDOW_DEFAULT);
         let windowed = full.with_window(NonZeroUsize::new(window));
         Ok(match fields.get::<Vec<AttentionKind>>("layer_types")? {

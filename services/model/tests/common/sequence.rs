@@ -65,7 +65,10 @@ impl Runner {
     ) -> Self {
         let options = CpuOptions { weights: weights.into(), threads: 1, isa: Isa::Auto };
         let backend = CpuBackend::new(options).unwrap().in_group(group);
-        let groups = KvGroups::whole(checkpoint.config().layer_count);
+        let config = checkpoint.config();
+        let whole = config.kv_layout(arena.layout().format);
+        let groups = KvGroups::whole(config.kv_layer_count());
+        let groups = groups.with_state(config.state_shape(), whole);
         Self::on(checkpoint, backend, arena, groups, rows_max)
     }
 
@@ -100,13 +103,35 @@ impl Runner {
         self.llama.shard()
     }
 
-    /// Allocates blocks for `tokens` tokens.
+    /// Allocates blocks for `tokens` tokens, and for the recurrent state.
     pub(crate) fn sequence(&mut self, tokens: usize) -> Sequence {
-        let blocks = self.groups.entries(tokens) as u32;
         let first = self.next_block;
-        self.next_block += blocks;
+        self.next_block += self.groups.entries(tokens) as u32;
         let blocks = (first..self.next_block).map(BlockId).collect();
         Sequence { position: 0, blocks, adapter: None }
+    }
+
+    /// Copies the KV and the recurrent state of another runner's sequence to blocks of this runner.
+    pub(crate) fn receive(&mut self, sender: &Runner, sequence: &Sequence) -> Sequence {
+        let tokens = self.groups.tokens(sequence.blocks.len());
+        // Other ids than those of the sender.
+        self.next_block += 5;
+        let received = Sequence { position: sequence.position, ..self.sequence(tokens) };
+        let mut bytes = vec![0; self.arena.layout().block_bytes()];
+        for (from, to) in sequence.blocks.iter().zip(&received.blocks) {
+            sender.arena.read(*from).unwrap().copy_to_host(&mut bytes).unwrap();
+            self.arena.write(*to).unwrap().copy_from_host(&bytes).unwrap();
+        }
+        received
+    }
+
+    /// Frees the blocks of all sequences, and fills them with NaN.
+    pub(crate) fn clear(&mut self) {
+        self.next_block = 0;
+        let bytes = vec![0xff; self.arena.layout().block_bytes()];
+        for block in (0..self.arena.block_count()).map(BlockId) {
+            self.arena.write(block).unwrap().copy_from_host(&bytes).unwrap();
+        }
     }
 
     /// Runs one forward pass over some tokens of each sequence, and returns the logits of the last
@@ -118,7 +143,6 @@ impl Runner {
                 first_position: sequence.position,
                 tokens,
                 blocks: &sequence.blocks,
-                state: &[],
                 sampled_rows: *sampled,
                 adapter: sequence.adapter,
             })

@@ -23,6 +23,17 @@ pub fn check_formats(checkpoint: &Checkpoint) -> Result<(), CudaExecutorError> {
     Ok(())
 }
 
+/// Checks that there are kernels on GPUs for the mixers of the layers.
+fn check_mixers(checkpoint: &Checkpoint) -> Result<(), CudaExecutorError> {
+    let config = checkpoint.config();
+    if config.layers.iter().any(|it| it.attention().is_none_or(|it| it.has_output_gate)) {
+        let (what, value) = ("the model's family", config.family.name().to_owned());
+        let allowed = "a family without linear attention on GPUs, or node.device = \"cpu\"";
+        return Err(CudaError::Unsupported { what, value, allowed }.into());
+    }
+    Ok(())
+}
+
 /// Checks that there are kernels for the model on a GPU of this compute capability, with these
 /// formats of weights and KV.
 pub fn check_model(
@@ -33,6 +44,7 @@ pub fn check_model(
     let (config, weights) = (checkpoint.config(), options.weights);
     config.check_shard(shard)?;
     check_formats(checkpoint)?;
+    check_mixers(checkpoint)?;
     check_kv_format(config.head_shape_of(shard), options, compute)?;
     if let Some(experts) = config.experts() {
         let unsupported = |what, value: String, allowed| {
@@ -177,6 +189,19 @@ mod tests {
             let error = refusal(&config(experts, chosen), (weights, compute));
             assert!(error.ends_with(expected), "{error}");
         }
+    }
+
+    #[test]
+    fn linear_attention_is_refused() {
+        let config = json!({
+            "architectures": ["Qwen3NextForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
+            "num_hidden_layers": 4, "vocab_size": 200, "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+            "linear_conv_kernel_dim": 4
+        });
+        let expected = "cannot run the kernels: the model's family is qwen3_next; expected a family \
+                        without linear attention on GPUs, or node.device = \"cpu\"";
+        assert_eq!(refusal(&config, (WeightFormat::Bf16, 90)), expected);
     }
 
     #[test]
