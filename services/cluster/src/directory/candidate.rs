@@ -273,8 +273,8 @@ fn resident_prefix(keys: &[u128], cached: &HashSet<u128>, guess: usize) -> usize
 }
 
 /// Returns the number of blocks of prompt, answer and recurrent state for which the attempt needs
-/// memory at its start, if each KV group has `resident` blocks cached. A decode node is assumed to receive the
-/// prompt's KV, which has no blocks behind a window, unless it must prefill.
+/// memory at its start, if each KV group has `resident` blocks cached. A decode node is assumed to
+/// receive the prompt's KV, which has no blocks behind a window, unless it must prefill.
 fn blocks(
     role: Role,
     record: &NodeRecord,
