@@ -62,6 +62,37 @@ pub(crate) fn write_tiny_config(folder: &Path, context_tokens: usize) -> Result<
     Ok(fs::write(folder.join("config.json"), config.to_string())?)
 }
 
+/// Writes config.json and the tokenizer of a small model with linear attention in three of four
+/// layers.
+pub(crate) fn write_hybrid(gguf: &Path, folder: &Path) -> Result<()> {
+    let config = json!({
+        "model_type": "qwen3_next",
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "partial_rotary_factor": 0.25,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "vocab_size": 49_152,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": false,
+        "eos_token_id": 2,
+    });
+    fs::write(folder.join("config.json"), config.to_string())?;
+    write_tokenizer(gguf, folder)
+}
+
 /// Tokens of gpt-oss that the tokenizer of [`write_gpt_oss`] has after SmolLM2's. The last two end
 /// an answer.
 pub(crate) const HARMONY: [&str; 7] = [

@@ -157,6 +157,41 @@ async fn dummy_weights_need_no_more_than_config_and_tokenizer() -> Result<()> {
     Ok(())
 }
 
+/// Layers with linear attention: a prefill node sends the recurrent state, also to a node with
+/// another number of ranks, and a further turn begins with a cached state.
+#[tokio::test]
+async fn hybrid_model_gives_equal_tokens_on_every_layout_of_nodes() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    folder::write_hybrid(&smollm2(), folder.path())?;
+    let spec = ClusterSpec {
+        model: folder.path().to_owned(),
+        load_format: "dummy",
+        ..ClusterSpec::smollm2()
+    };
+    let spec = spec.set("BATON_NODE_DEVICE", "cpu").set("BATON_MODEL_DTYPE", "f32");
+    let prompt: Vec<u32> = (100..200).collect();
+    let mut answers = Vec::new();
+    for (prefill, ranks) in [(0, 1), (1, 1), (1, 2)] {
+        let spec = spec.clone().nodes(prefill, 1).set_decode("BATON_NODE_TP", ranks);
+        let (cluster, client) = Cluster::start_with_client(spec).await?;
+        let first = client.greedy(&prompt, 40).await?;
+        let turn = [prompt.clone(), first.clone(), (300..320).collect()].concat();
+        let next = client.greedy(&turn, 20).await?;
+        let body = json!({"prompt": turn, "max_tokens": 30, "regex": "[a-c]{8}[0-9]{4}"});
+        let answer = client.post("/v1/completions", &body).await?.json();
+        let cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64();
+        assert_eq!(cached, Some(144), "{answer}");
+        let text = answer["choices"][0]["text"].as_str().unwrap_or_default();
+        let (letters, digits) = text.split_at_checked(8).context("twelve characters")?;
+        assert!(letters.bytes().all(|byte| b"abc".contains(&byte)), "{answer}");
+        assert!(digits.len() == 4 && digits.bytes().all(|it| it.is_ascii_digit()), "{answer}");
+        answers.push((first, next));
+        cluster.stop()?;
+    }
+    assert!(answers.iter().all(|answer| *answer == answers[0]), "{answers:?}");
+    Ok(())
+}
+
 /// A small gpt-oss with random weights and the real model's chat template. Biases make the tokens
 /// likely that end its reasoning, and the grammar of the required call does the rest.
 #[tokio::test]
