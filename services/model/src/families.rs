@@ -14,6 +14,8 @@ mod olmoe;
 mod qwen2;
 mod qwen2_moe;
 mod qwen3;
+mod qwen3_5;
+mod qwen3_5_moe;
 mod qwen3_moe;
 mod qwen3_next;
 
@@ -29,7 +31,7 @@ use crate::{
 };
 
 /// Every family.
-const FAMILIES: [&Family; 14] = [
+const FAMILIES: [&Family; 16] = [
     &ernie4_5_moe::FAMILY,
     &gemma3::FAMILY,
     &glm4_moe::FAMILY,
@@ -42,12 +44,14 @@ const FAMILIES: [&Family; 14] = [
     &qwen2::FAMILY,
     &qwen2_moe::FAMILY,
     &qwen3::FAMILY,
+    &qwen3_5::FAMILY,
+    &qwen3_5_moe::FAMILY,
     &qwen3_moe::FAMILY,
     &qwen3_next::FAMILY,
 ];
 
 /// Begins of the names of tensors of multimodal models that are not of the language model.
-const MULTIMODAL_PARTS: [&str; 2] = ["vision_tower.", "multi_modal_projector."];
+const MULTIMODAL_PARTS: [&str; 3] = ["vision_tower.", "multi_modal_projector.", "model.visual."];
 
 /// A model family. All are pre-norm decoders with RMS norms.
 pub struct Family {
@@ -139,6 +143,8 @@ pub(crate) struct AbsentKeys {
     /// `None`: the hidden size divided by the number of query heads.
     pub head_dim: Option<usize>,
     /// `None`: the key is required.
+    pub ffn_size: Option<usize>,
+    /// `None`: the key is required.
     pub vocab_size: Option<usize>,
     pub context_tokens: usize,
     /// `None`: the head dimension, and the key is not read.
@@ -156,6 +162,7 @@ impl AbsentKeys {
         query_head_count: None,
         kv_head_count: None,
         head_dim: None,
+        ffn_size: None,
         vocab_size: None,
         context_tokens: 2048,
         query_pre_attn_scalar: None,

@@ -108,6 +108,8 @@ fn f32_logits_and_greedy_tokens_equal_those_of_transformers() {
             "qwen2_window",
             "qwen3",
             "qwen3/model.gguf",
+            "qwen3_5",
+            "qwen3_5_moe",
             "qwen3_moe",
             "qwen3_moe/model.gguf",
             "qwen3_moe_fp8",

@@ -350,7 +350,8 @@ fn unsupported_features_are_rejected_by_name() {
              \"Glm4MoeForCausalLM\", \"GptOssForCausalLM\", \"LlamaForCausalLM\", \
              \"MiniMaxM2ForCausalLM\", \"MistralForCausalLM\", \"MixtralForCausalLM\", \"OlmoeForCausalLM\", \
              \"Qwen2ForCausalLM\", \"Qwen2MoeForCausalLM\", \"Qwen3ForCausalLM\", \
-             \"Qwen3MoeForCausalLM\", \"Qwen3NextForCausalLM\"",
+             \"Qwen3_5ForCausalLM\", \"Qwen3_5ForConditionalGeneration\", \"Qwen3_5MoeForCausalLM\", \
+             \"Qwen3_5MoeForConditionalGeneration\", \"Qwen3MoeForCausalLM\", \"Qwen3NextForCausalLM\"",
         ),
         (
             json!({"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "fp8"}}),

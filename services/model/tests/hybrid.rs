@@ -11,7 +11,7 @@ use model::{Checkpoint, LoadFormat, StoredWeight, Weight};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::{Value, json};
 
-const FOLDERS: [&str; 2] = ["qwen3_next", "qwen3_next_fp8"];
+const FOLDERS: [&str; 4] = ["qwen3_next", "qwen3_next_fp8", "qwen3_5", "qwen3_5_moe"];
 
 fn open(name: &str) -> Checkpoint {
     Checkpoint::open(common::fixture("architectures").join(name), LoadFormat::Auto).unwrap()
@@ -263,7 +263,8 @@ fn fingerprint_and_stored_weights_cover_every_tensor_once() {
     for name in FOLDERS {
         let checkpoint = open(name);
         let folder = common::fixture("architectures").join(name);
-        let expected = read(&folder);
+        let mut expected = read(&folder);
+        expected.retain(|name, _| !name.starts_with("model.visual."));
         let stored = checkpoint.stored_weights().unwrap();
         let mut names: Vec<_> = stored.iter().map(|weight| weight.name.clone()).collect();
         names.sort_unstable();
@@ -288,6 +289,53 @@ fn fingerprint_and_stored_weights_cover_every_tensor_once() {
             assert_ne!(print.model_fingerprint().unwrap(), expected_print, "{changed}");
         }
     }
+}
+
+/// Checkpoints may have one tensor for each projection of all experts of a layer.
+#[test]
+fn stacked_experts_are_the_experts_of_single_tensors() {
+    let mut tensors = read(&common::fixture("architectures/qwen3_5_moe"));
+    let single = open("qwen3_5_moe");
+    for layer in 0..3 {
+        let begin = format!("model.language_model.layers.{layer}.mlp.experts.");
+        for (to, parts) in
+            [("gate_up_proj", &["gate_proj", "up_proj"][..]), ("down_proj", &["down_proj"])]
+        {
+            let mut all = Vec::new();
+            for expert in 0..6 {
+                for part in parts {
+                    let (.., bytes) =
+                        tensors.remove(&format!("{begin}{expert}.{part}.weight")).unwrap();
+                    all.extend(bytes);
+                }
+            }
+            // The sizes of hidden states and of experts are 32 and 16.
+            let shape = if parts.len() == 2 { vec![6, 32, 32] } else { vec![6, 32, 16] };
+            tensors.insert(format!("{begin}{to}"), (Dtype::BF16, shape, all));
+        }
+    }
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), &config("qwen3_5_moe"), &tensors);
+    let stacked = Checkpoint::open(folder.path(), LoadFormat::Auto).unwrap();
+    assert_eq!(stacked.config(), single.config());
+    for weight in Weight::all(single.config()) {
+        assert_eq!(
+            common::elements(&stacked, weight),
+            common::elements(&single, weight),
+            "{weight:?}"
+        );
+    }
+    tensors.retain(|name, _| !name.starts_with("model.visual."));
+    assert_eq!(stacked.stored_weights().unwrap().len(), tensors.len());
+
+    let name = "model.language_model.layers.1.mlp.experts.gate_up_proj";
+    tensors.insert(name.into(), (Dtype::BF16, vec![6, 16, 32], vec![0; 6 * 16 * 32 * 2]));
+    write(folder.path(), &config("qwen3_5_moe"), &tensors);
+    let error = Checkpoint::open(folder.path(), LoadFormat::Auto).unwrap_err().to_string();
+    assert!(
+        error.contains(name) && error.contains("[6, 16, 32]") && error.contains("[6, 32, 32]"),
+        "{error}"
+    );
 }
 
 /// Stores the matrices of mixers in INT4 as compressed-tensors, and returns the same tensors

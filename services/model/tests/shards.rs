@@ -129,6 +129,15 @@ fn dummy_weights_of_ranks_are_parts_of_the_whole_weights() {
                 "num_experts": 8, "num_experts_per_tok": 8, "moe_intermediate_size": 48}),
             vec![2, 4],
         ),
+        (
+            json!({"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next",
+                "num_experts": 8, "num_experts_per_tok": 8, "moe_intermediate_size": 48,
+                "shared_expert_intermediate_size": 48, "num_key_value_heads": 4,
+                "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+                "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8,
+                "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4}),
+            vec![2, 4],
+        ),
         // The parts are not whole blocks of 32 or 256 elements, nor whole panels.
         (json!({"intermediate_size": 72, "vocab_size": 45}), vec![2, 4]),
     ];

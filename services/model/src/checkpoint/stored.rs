@@ -16,9 +16,10 @@ use crate::{
     },
     encoding::{Encoding, Format},
     error::ModelError,
+    layer::ExpertSpec,
     matrix::Scales,
     rope::{RowOrder, RowPart},
-    weight::{LayerWeight, Weight, WeightShape},
+    weight::{ExpertWeight, LayerWeight, Weight, WeightShape},
 };
 
 /// Divisors of the rope frequencies in GGUF files, which are part of the configuration.
@@ -55,6 +56,8 @@ const INPUT_SCALES: [&str; 2] = ["input_scale", "activation_scale"];
 const WEIGHT: &str = "weight";
 /// First components of the names of the weights of layers.
 const LAYERS: &str = "model.layers.";
+/// Prefix of the names of the weights of the model without its LM head.
+const BASE: &str = "model.";
 /// Prefix of the names of the language model's weights in multimodal models.
 const LANGUAGE_MODEL: &str = "language_model.";
 /// Begins of the names of weights for multi-token prediction, in ERNIE and in hybrid Qwen models.
@@ -127,17 +130,43 @@ impl StoredWeights {
     fn name_of(&self, weight: Weight, config: &ModelConfig) -> String {
         match self.format {
             Format::Gguf => weight.gguf_name(),
-            Format::Safetensors => self.name_in_files(weight.hugging_face_name(config)),
+            Format::Safetensors => match self.expert_stack(weight, config) {
+                Some((name, _)) => name,
+                None => self.name_in_files(weight.hugging_face_name(config)),
+            },
         }
+    }
+
+    /// Returns the tensor with a projection of all experts of a layer, and the rows that a matrix
+    /// has in it: gate and up `[experts][2 * size][hidden]`, down `[experts][hidden][size]`. `None`
+    /// if the files have no such tensor for the weight, or its experts are in MXFP4.
+    fn expert_stack(&self, weight: Weight, config: &ModelConfig) -> Option<(String, RowPart)> {
+        let Weight::Layer(layer, LayerWeight::Expert(expert, of)) = weight else { return None };
+        let ExpertSpec { count, size, .. } = config.experts()?;
+        if self.format != Format::Safetensors || config.family.has_stacked_experts() {
+            return None;
+        }
+        let (name, stride, first, group) = match of {
+            ExpertWeight::Gate => ("gate_up", 2 * size, 0, size),
+            ExpertWeight::Up => ("gate_up", 2 * size, size, size),
+            ExpertWeight::Down => ("down", config.hidden_size, 0, config.hidden_size),
+        };
+        let name = self.name_in_files(format!("model.layers.{layer}.mlp.experts.{name}_proj"));
+        let first = expert as usize * stride + first;
+        let part = RowPart { first, group, stride, stored_rows: count * stride };
+        self.has(&name).then_some((name, part))
     }
 
     pub(super) fn name_in_files(&self, name: String) -> String {
         // Embedding models are often saved as the base class, without this prefix.
-        if let Some(bare) = name.strip_prefix("model.").filter(|bare| self.has(bare)) {
+        if let Some(bare) = name.strip_prefix(BASE).filter(|bare| self.has(bare)) {
             return bare.to_owned();
         }
         let of_multimodal = format!("{LANGUAGE_MODEL}{name}");
-        if self.has(&of_multimodal) { of_multimodal } else { name }
+        // In Qwen's multimodal models, the prefix follows that of the base class.
+        let in_base = name.strip_prefix(BASE).map(|bare| format!("{BASE}{LANGUAGE_MODEL}{bare}"));
+        let names = [Some(of_multimodal), in_base].into_iter().flatten();
+        names.into_iter().find(|name| self.has(name)).unwrap_or(name)
     }
 
     /// Returns whether the output projection is the embedding: the files have no output, or one
@@ -208,6 +237,7 @@ impl StoredWeights {
     /// Returns the rows of its tensor that a weight has; `None`: all.
     pub(super) fn part_of(&self, weight: Weight, config: &ModelConfig) -> Option<RowPart> {
         match weight {
+            Weight::Layer(_, LayerWeight::Expert(..)) => Some(self.expert_stack(weight, config)?.1),
             Weight::Layer(_, weight) if self.format == Format::Safetensors => {
                 config.family.weight_part(weight, config)
             }
@@ -482,6 +512,10 @@ impl StoredTensor<'_> {
     ) -> Result<Self, ModelError> {
         let rows = part.stored_rows as u64;
         let expected = match weight.shape(config) {
+            WeightShape::Matrix { cols, .. } if weight.is_expert() => {
+                let experts = config.experts().map_or(1, |experts| experts.count as u64);
+                vec![experts, rows / experts, cols as u64]
+            }
             WeightShape::Matrix { cols, .. } => vec![rows, cols as u64],
             WeightShape::Vector { .. } => {
                 let size = config.linear_attention().map_or(1, |delta| delta.conv_size as u64);

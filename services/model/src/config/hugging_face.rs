@@ -48,6 +48,10 @@ pub(crate) fn from_hugging_face(
     let context_tokens = fields.get("max_position_embeddings")?.unwrap_or(absent.context_tokens);
     let rope = Rope::read(fields, family, context_tokens)?;
 
+    let is_tied = match fields.get("tie_word_embeddings")? {
+        None => outer.get("tie_word_embeddings")?,
+        is_tied => is_tied,
+    };
     let layer_count = fields.require("num_hidden_layers")?;
     ModelConfig {
         family,
@@ -59,7 +63,7 @@ pub(crate) fn from_hugging_face(
             .unwrap_or(query_head_count),
         head_dim,
         rotary_dim: rope.dim(head_dim),
-        ffn_size: fields.require("intermediate_size")?,
+        ffn_size: fields.require_or("intermediate_size", absent.ffn_size)?,
         vocab_size: fields.require_or("vocab_size", absent.vocab_size)?,
         context_tokens: rope.context_tokens,
         rms_eps: fields.get("rms_norm_eps")?.unwrap_or(absent.rms_eps),
@@ -74,7 +78,7 @@ pub(crate) fn from_hugging_face(
         // `ModelConfig::validate` rejects a count above the limit.
         layers: family.layers(fields, layer_count.min(LAYERS_MAX))?,
         // Without an LM head the embedding takes its place: embedding models need no logits.
-        tied_output: !has_head || fields.get("tie_word_embeddings")?.unwrap_or(absent.tied_output),
+        tied_output: !has_head || is_tied.unwrap_or(absent.tied_output),
         bos_token_id: fields.token_ids("bos_token_id")?.first().copied(),
         eos_token_ids,
     }

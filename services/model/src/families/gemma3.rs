@@ -22,6 +22,7 @@ pub(super) static FAMILY: Family = Family {
         query_head_count: Some(8),
         kv_head_count: Some(4),
         head_dim: Some(256),
+        ffn_size: None,
         vocab_size: Some(262_208),
         context_tokens: 131_072,
         query_pre_attn_scalar: Some(256.0),
