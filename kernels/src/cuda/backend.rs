@@ -272,6 +272,11 @@ impl CudaBackend {
         &self.context
     }
 
+    /// Returns whether there are weights in INT4.
+    pub fn has_int4(&self) -> bool {
+        self.int4_elements.get() > 0
+    }
+
     /// Returns the type of weights and activations.
     pub fn dtype(&self) -> Dtype {
         self.dtype

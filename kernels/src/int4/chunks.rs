@@ -1,5 +1,5 @@
-//! Layout of INT4 on GPUs: chunks of 8 rows and 128 columns, the chunks of the first 8 rows first. The numbers
-//! and scales of a chunk are in the order in which the lanes of a warp read them.
+//! Layout of INT4 on GPUs: chunks of 8 rows and 128 columns, the chunks of the first 8 rows first.
+//! The numbers and scales of a chunk are in the order in which the lanes of a warp read them.
 
 use super::{ColumnGroups, MAX};
 use crate::backend::RowSource;

@@ -322,6 +322,14 @@ impl Weight {
         matches!(self, Weight::Layer(_, LayerWeight::Expert(..)))
     }
 
+    /// Returns whether a backend may store the weight, a matrix, with fewer bits than it is
+    /// computed with: neither embeddings and output heads nor routers, whose logits decide by small
+    /// differences.
+    pub(crate) fn may_be_quantized(&self) -> bool {
+        use LayerWeight as W;
+        matches!(self, Weight::Layer(_, of_layer) if !matches!(of_layer, W::Router | W::SharedRouter))
+    }
+
     pub(crate) fn is_norm(&self) -> bool {
         use LayerWeight as W;
         match self {

@@ -550,14 +550,20 @@ fn sizes_and_formats_are_those_of_the_stored_matrices() {
     let sizes = Int4Sizes {
         packed_elements: elements,
         packed_bytes: elements / 2 + groups * 5,
+        largest_elements: 2 * 320 * 192,
         dequantized: 2,
     };
-    assert_eq!(checkpoint.int4_sizes(Shard::WHOLE), sizes);
+    assert_eq!(checkpoint.int4_sizes(Shard::WHOLE, false), sizes);
+    // On GPUs a chunk has 8 rows and 128 columns: two chunks in 192 columns, three in 320.
+    let chunks = (192 / 8) * 2 + 2 * (192 / 8 * 2 + 2 * 320 / 8 * 2 + 192 / 8 * 3) + 2 * 96 / 8 * 2;
+    let packed_bytes = chunks * (512 + 32);
+    assert_eq!(checkpoint.int4_sizes(Shard::WHOLE, true), Int4Sizes { packed_bytes, ..sizes });
     let formats = checkpoint.matrix_formats();
     let int4 = formats.iter().find(|it| it.name == "INT4 with a scale for each 128 of a row");
     assert_eq!(int4.unwrap().matrices, 2 * 7 - 1);
-    assert_eq!(pair.open_dequantised().int4_sizes(Shard::WHOLE), Int4Sizes::default());
+    assert_eq!(pair.open_dequantised().int4_sizes(Shard::WHOLE, false), Int4Sizes::default());
     assert!(!pair.open_dequantised().has_int4());
+    assert_eq!(pair.open_dequantised().int4_layout(), 0);
     assert!(checkpoint.description().ends_with("BF16 + F16 + I32 + INT4 + INT4-1"));
 }
 
@@ -569,7 +575,7 @@ fn sizes_are_those_of_the_packed_matrices() {
             for shard in [1, 2, 4].into_iter().flat_map(|of| group(of).all()) {
                 let packer = RowPacker::new(shard);
                 TransformerWeights::pack(&checkpoint, &packer, &mut |_| ()).unwrap();
-                let sizes = checkpoint.int4_sizes(shard);
+                let sizes = checkpoint.int4_sizes(shard, false);
                 let found = (sizes.packed_elements, sizes.packed_bytes);
                 assert_eq!(found, packer.int4_sizes.into_inner(), "{layout:?}, {shard}");
             }
