@@ -56,8 +56,8 @@ fn number_word(numbers: &[u8]) -> u32 {
     places.fold(0, |word, (at, number)| word | u32::from(*number) << (at / 2 * 4 + at % 2 * 16))
 }
 
-/// Packs 8 rows of a matrix in INT4 with these groups from row `unit * 8` on, with a scale for every
-/// `block` columns. `out` has [`unit_bytes`] bytes.
+/// Packs 8 rows of a matrix in INT4 with these groups from row `unit * 8` on, with a scale for
+/// every `block` columns. `out` has [`unit_bytes`] bytes.
 pub(crate) fn pack_unit(
     source: &dyn RowSource,
     (groups, block): (&ColumnGroups, usize),

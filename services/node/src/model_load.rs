@@ -233,7 +233,7 @@ fn load_weights(
 
 /// Logs how many matrices in INT4 do not stay packed.
 fn log_dequantized(checkpoint: &Checkpoint, shard: Shard, (weights, is_gpu): (WeightFormat, bool)) {
-    let dequantized = checkpoint.int4_sizes(shard, is_gpu).dequantized;
+    let dequantized = defaults::int4_sizes(checkpoint, shard, weights, is_gpu).dequantized;
     if is_gpu && weights != WeightFormat::Bf16 && checkpoint.has_int4() {
         info!(
             "all matrices in INT4 are converted to {weights}; expected model.dtype = \"bf16\" to \
