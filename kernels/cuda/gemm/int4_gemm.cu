@@ -28,6 +28,7 @@ constexpr int kRowsMax = 32;                     // rows of x of a launch
 constexpr int kNumberBytes = 8 * kSlice / 2;     // numbers of a chunk
 constexpr int kSmem = 224 * 1024;
 constexpr int kStagesMost = 24;
+constexpr int kInt4Tiles[] = {128, 64, 32, 16};
 // SETS: scales of a weight row in a chunk. A scale is an f32 number whose last four bits are the zero point.
 template <int SETS>
 constexpr int kChunkBytes = kNumberBytes + SETS * 8 * 4;
@@ -284,7 +285,10 @@ template <int SETS, int NT, int MT, class Body>
 int32_t with_epilogue(int epilogue, Body&& body) {
   switch (epilogue) {
     case BATON_SKINNY_PLAIN: return body(int4_gemm_kernel<SETS, NT, MT, BATON_SKINNY_PLAIN>);
-    case BATON_SKINNY_RESIDUAL: return body(int4_gemm_kernel<SETS, NT, MT, BATON_SKINNY_RESIDUAL>);
+    case BATON_SKINNY_RESIDUAL:
+      // finish_tile adds the squares of up to 64 weight rows.
+      if constexpr (NT <= 8) return body(int4_gemm_kernel<SETS, NT, MT, BATON_SKINNY_RESIDUAL>);
+      else return fail(BATON_INVALID, "tile is %d; expected 0, 16, 32 or 64 with RESIDUAL", NT * 8);
     case BATON_SKINNY_SILU: return body(int4_gemm_kernel<SETS, NT, MT, BATON_SKINNY_SILU>);
     case BATON_SKINNY_QKV: return body(int4_gemm_kernel<SETS, NT, MT, BATON_SKINNY_QKV>);
     default: return fail(BATON_UNSUPPORTED, "epilogue is %d; expected 0, 1, 2 or 4 with a weight in INT4", epilogue);
@@ -301,7 +305,8 @@ int32_t with_tile(int tile, int rows, int epilogue, Body&& body) {
   switch (tile) {
     case 16: return with_rows<SETS, 2>(rows, epilogue, body);
     case 32: return with_rows<SETS, 4>(rows, epilogue, body);
-    default: return with_rows<SETS, 8>(rows, epilogue, body);
+    case 64: return with_rows<SETS, 8>(rows, epilogue, body);
+    default: return with_rows<SETS, 16>(rows, epilogue, body);
   }
 }
 template <class Body>
@@ -331,7 +336,8 @@ int32_t check_int4(const baton_skinny_gemm_args& p) {
 }
 
 bool is_served(const baton_skinny_gemm_args& p, const Device& device) {
-  return device.major == 9 && device.minor == 0 && p.epilogue != BATON_SKINNY_F32 && p.tile <= 64;
+  if (device.major != 9 || device.minor != 0 || p.epilogue == BATON_SKINNY_F32) return false;
+  return p.tile <= 64 || (p.tile == 128 && p.epilogue != BATON_SKINNY_RESIDUAL);
 }
 
 int ctas_max(const baton_skinny_gemm_args& p, const Device& device) { return p.grid > 0 ? p.grid : device.sm_count; }
@@ -341,8 +347,9 @@ int choose_tile(const baton_skinny_gemm_args& p, int grid) {
   if (p.tile != 0) return p.tile;
   const int rows = p.rows < kRowsMax ? p.rows : kRowsMax;
   int best = 0, least = 1 << 30;
-  for (int tile : kTiles) {
+  for (int tile : kInt4Tiles) {
     if (p.epilogue == BATON_SKINNY_QKV && p.head_dim % tile != 0) continue;
+    if (p.epilogue == BATON_SKINNY_RESIDUAL && tile > 64) continue;
     // Cost of the busiest CTA in weight rows. A row of x has the bytes of four weight rows. x comes from the L2 cache,
     // at about twice the rate of the weight.
     const int read = tile > 4 * rows ? tile : (tile + 4 * rows) / 2;
@@ -379,9 +386,10 @@ int32_t load_int4_gemm() {
   BATON_TRY(any_device(device));
   if (device->major != 9 || device->minor != 0) return BATON_OK;
   for (int weight_block : {32, 64, kSlice}) {
-    for (int tile : kTiles) {
+    for (int tile : kInt4Tiles) {
       for (int rows : {8, 16, kRowsMax}) {
         for (int epilogue : {BATON_SKINNY_PLAIN, BATON_SKINNY_RESIDUAL, BATON_SKINNY_SILU, BATON_SKINNY_QKV}) {
+          if (epilogue == BATON_SKINNY_RESIDUAL && tile > 64) continue;
           BATON_TRY(with_kernel(weight_block, tile, rows, epilogue, [](auto* kernel) { return load(kernel, kSmem); }));
         }
       }

@@ -289,7 +289,7 @@ mod tests {
             ModelSizes::of(&checkpoint, Shard::WHOLE, formats, is_gpu).weights
         };
         let elements = 2 * (4 * 64 * 64 + 3 * 64 * 128);
-        let packed = |weights, is_gpu| {
+        let packed = |weights: WeightFormat, is_gpu| {
             let plain = weights.bytes(checkpoint.config().parameter_count());
             plain - bytes(weights, is_gpu)
         };
