@@ -103,7 +103,7 @@ unit attention src/attention.cu $has_hopper
 for name in sample sample_draw sample_choose; do unit $name src/$name.cu -fmad=false; done
 unit tp_sample collective/tp_sample.cu -fmad=false
 unit decode_attention attention/decode_attention.cu
-for name in skinny_gemm wide_gemm wide_fp8_gemm fp8_gemm low_rank; do unit $name gemm/$name.cu; done
+for name in skinny_gemm int4_gemm wide_gemm wide_fp8_gemm fp8_gemm low_rank; do unit $name gemm/$name.cu; done
 for name in all_reduce gather; do unit $name collective/$name.cu; done
 for name in digest weights; do unit $name digest/$name.cu; done
 for name in route expert_gemm mxfp4_gemm; do unit $name experts/$name.cu; done

@@ -35,6 +35,7 @@ mod gpu {
     pub(crate) mod fp8;
     pub(crate) mod golden;
     pub(crate) mod graphs;
+    pub(crate) mod int4;
     pub(crate) mod links;
     pub(crate) mod load;
     pub(crate) mod low_rank;
@@ -123,6 +124,10 @@ fn main() -> ExitCode {
             gpu::fp8::gemms_match_sums_of_the_stored_numbers,
             gpu::fp8::fused_operations_match_cpu,
             gpu::fp8::models_in_fp8_are_close_to_bf16_with_and_without_graphs,
+            gpu::int4::gemms_match_sums_of_the_stored_numbers,
+            gpu::int4::fused_operations_match_cpu,
+            gpu::int4::updated_weights_match_a_new_backend,
+            gpu::int4::models_in_int4_match_the_dequantised_model_with_and_without_graphs,
             gpu::graphs::graph_replay_without_its_memory_is_detected,
             gpu::graphs::graph_replay_on_reused_memory_is_detected,
             gpu::low_rank::gemms_with_updates_match_cpu_for_any_size_and_rows,

@@ -1,7 +1,12 @@
 //! INT4: numbers of 4 bits without a sign. Each group of columns of a row has a scale and a zero
 //! point. An element is `(number - zero point) * scale`.
 
+mod chunks;
+
 use std::{ops::Range, sync::Arc};
+
+pub use self::chunks::packed_bytes;
+pub(crate) use self::chunks::{pack_unit, unit_bytes};
 
 /// Greatest number and greatest zero point.
 pub const MAX: u8 = 15;

@@ -28,7 +28,16 @@ pub(crate) fn checkpoint_with(architecture: &str, model_type: &str, head_dim: us
 pub(crate) fn checkpoint_of_size(
     architecture: &str,
     model_type: &str,
+    sizes: (usize, usize),
+) -> Checkpoint {
+    checkpoint_quantized(architecture, model_type, sizes, None)
+}
+
+pub(crate) fn checkpoint_quantized(
+    architecture: &str,
+    model_type: &str,
     (hidden, head_dim): (usize, usize),
+    quantization: Option<serde_json::Value>,
 ) -> Checkpoint {
     let folder = tempfile::tempdir().unwrap();
     let mut config = serde_json::json!({
@@ -64,6 +73,7 @@ pub(crate) fn checkpoint_of_size(
     };
     let fields = config.as_object_mut().expect("an object");
     more.into_iter().for_each(|more| fields.extend(more.as_object().unwrap().clone()));
+    fields.extend(quantization.map(|value| ("quantization_config".to_owned(), value)));
     let path = folder.path().join("config.json");
     std::fs::write(&path, config.to_string()).unwrap();
     Checkpoint::open(&path, LoadFormat::Dummy { seed: 11 }).unwrap()

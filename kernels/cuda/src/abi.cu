@@ -36,6 +36,7 @@ int32_t load_all_reduce();
 int32_t load_digest();
 int32_t load_expert_gemm();
 int32_t load_gather();
+int32_t load_int4_gemm();
 int32_t load_low_rank();
 int32_t load_mxfp4_gemm();
 int32_t load_route();
@@ -112,7 +113,7 @@ BATON_API int32_t baton_initialise(void) {
     Device device;
     BATON_TRY(current_device(device));
     for (auto part : {load_rows, load_quantize, load_rope, load_blocks, load_step, load_drafts, load_attention, load_decode_attention,
-                      load_skinny_gemm, load_low_rank, load_sample, load_probe, load_all_reduce, load_gather,
+                      load_skinny_gemm, load_int4_gemm, load_low_rank, load_sample, load_probe, load_all_reduce, load_gather,
                       load_tp_sample, load_digest, load_weights, load_route, load_expert_gemm,
                       load_mxfp4_gemm}) {
       const int32_t code = part();

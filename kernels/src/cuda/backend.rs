@@ -107,6 +107,10 @@ pub struct CudaBackend {
     quantized_sizes: Cell<(usize, usize)>,
     /// `Some` once placed, with weights in FP8.
     quantized: Option<QuantizedRows>,
+    /// Elements of the largest weight in INT4.
+    int4_elements: Cell<usize>,
+    /// Memory for the largest weight in INT4 as bf16. `Some` once placed, with such a weight.
+    pub(super) widened: Option<Range>,
     /// Whether the model has experts.
     pub(super) has_experts: Cell<bool>,
     /// `Some` once placed, with slots of adapters.
@@ -186,6 +190,8 @@ impl CudaBackend {
             group: None,
             quantized_sizes: Cell::default(),
             quantized: None,
+            int4_elements: Cell::default(),
+            widened: None,
             has_experts: Cell::new(false),
             low_rank_buffers: None,
             has_adapters: Cell::new(false),
@@ -216,6 +222,11 @@ impl CudaBackend {
             let data = memory.cut(elements)?;
             let scales = memory.cut(scales_bytes)?;
             self.quantized = Some(QuantizedRows { data, scales, turn: Cell::default() });
+        }
+        if self.int4_elements.get() > 0 {
+            let bytes = self.int4_elements.get() * Dtype::Bf16.bytes();
+            let memory = DeviceMemory::new(&self.context, "a widened weight", bytes)?;
+            self.widened = Some(memory.cut(bytes)?);
         }
         let (adapters, rows) = (self.adapters.used_bytes(), self.quantized_sizes.get().1);
         if adapters > 0 {
@@ -259,6 +270,11 @@ impl CudaBackend {
 
     pub fn context(&self) -> &Arc<Context> {
         &self.context
+    }
+
+    /// Returns whether there are weights in INT4.
+    pub fn has_int4(&self) -> bool {
+        self.int4_elements.get() > 0
     }
 
     /// Returns the type of weights and activations.
@@ -371,6 +387,9 @@ impl Backend for CudaBackend {
     fn matrix(&self, source: &dyn RowSource) -> CudaMatrix {
         let formats = (self.options.weights, self.dtype);
         let matrix = CudaMatrix::place(source, formats, |bytes| self.cut(&self.weights, bytes));
+        if matrix.int4_block.is_some() {
+            self.int4_elements.update(|most| most.max(matrix.rows * matrix.cols));
+        }
         if self.is_placed && !self.is_faulty() {
             let mut uploads = self.uploads();
             let uploads =
@@ -568,9 +587,10 @@ impl Backend for CudaBackend {
         if self.is_faulty() {
             return;
         }
-        // The skinny kernel applies a deferred norm, and takes weights in FP8. A rank's GEMMs defer
-        // no norms, but a rank uses the same kernel.
-        if x.pending.get().is_some() || self.group.is_some() || w.scales.is_some() {
+        // The skinny kernels apply a deferred norm, and take weights in FP8 and INT4. A rank's GEMMs
+        // defer no norms, but a rank uses the same kernel.
+        let is_packed = w.scales.is_some() || w.int4_block.is_some();
+        if x.pending.get().is_some() || self.group.is_some() || is_packed {
             if self.skinny_matmul(rows, (x, w, None), out) {
                 return;
             }
@@ -590,7 +610,16 @@ impl Backend for CudaBackend {
             out_stride: out.stride,
         };
         let outcome = match &w.scales {
-            None => self.gemm.run(shape, &x.data, &w.data, &out.data, &self.compute),
+            None => {
+                let w = match w.int4_block {
+                    None => &w.data,
+                    Some(block) => {
+                        self.widen(w, block);
+                        self.widened.as_ref().expect("placed with the weights")
+                    }
+                };
+                self.gemm.run(shape, &x.data, w, &out.data, &self.compute)
+            }
             Some(scales) => {
                 self.quantized(rows, x, 1);
                 let quantized = self.quantized.as_ref().expect("placed with the weights");

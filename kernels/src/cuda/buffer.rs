@@ -5,6 +5,7 @@ use std::cell::Cell;
 use super::{ffi::Address, memory::Range};
 use crate::{
     backend::RowSource,
+    int4,
     layout::{Dtype, WeightFormat},
     mxfp4,
 };
@@ -21,6 +22,9 @@ pub struct CudaMatrix {
     pub(super) scales: Option<Range>,
     /// Whether `data` has numbers and scales in MXFP4, packed as [`mxfp4`] describes.
     pub(super) is_mxfp4: bool,
+    /// Columns with a common scale, if `data` has numbers and scales in INT4, packed in chunks of
+    /// [`int4`].
+    pub(super) int4_block: Option<usize>,
 }
 
 impl CudaMatrix {
@@ -34,7 +38,19 @@ impl CudaMatrix {
         let (rows, cols) = (source.rows(), source.cols());
         if dtype == Dtype::Bf16 && source.mxfp4_parts().is_some() {
             let data = cut(mxfp4::packed_bytes(rows, cols));
-            return Self { data, rows, cols, dtype, scales: None, is_mxfp4: true };
+            return Self {
+                data,
+                rows,
+                cols,
+                dtype,
+                scales: None,
+                is_mxfp4: true,
+                int4_block: None,
+            };
+        }
+        if let Some(block) = int4_block(source, format) {
+            let (data, int4_block) = (cut(int4::packed_bytes(rows, cols, block)), Some(block));
+            return Self { data, rows, cols, dtype, scales: None, is_mxfp4: false, int4_block };
         }
         // cuBLASLt has FP8 GEMMs for multiples of 16 only.
         let is_fp8 = format == WeightFormat::Fp8
@@ -45,8 +61,15 @@ impl CudaMatrix {
         let bytes = rows.checked_mul(cols).and_then(|count| count.checked_mul(element_bytes));
         let data = cut(bytes.expect("a matrix fits the address space"));
         let scales = is_fp8.then(|| cut(rows * size_of::<f32>()));
-        Self { data, rows, cols, dtype, scales, is_mxfp4: false }
+        Self { data, rows, cols, dtype, scales, is_mxfp4: false, int4_block: None }
     }
+}
+
+/// Returns the columns with a common scale if a model with weights in `format` keeps the matrix in
+/// INT4. With FP8, kernels take inputs in FP8, so matrices in INT4 are quantized to FP8.
+fn int4_block(source: &dyn RowSource, format: WeightFormat) -> Option<usize> {
+    let is_kept = format == WeightFormat::Bf16 && source.may_be_quantized() && source.rows() > 0;
+    source.int4_groups().filter(|_| is_kept)?.block()
 }
 
 /// A small f32 vector.

@@ -122,6 +122,7 @@ impl<'a> Stacked<'a> {
         }
         assert!((first.rows, first.cols) == (rows, cols), "the experts do not match the buffers");
         assert!(first.dtype == Dtype::Bf16, "experts compute with bf16");
+        assert!(first.int4_block.is_none(), "there are no kernels for experts in INT4");
         Self { first, stride }
     }
 

@@ -1,7 +1,8 @@
 //! Rust declarations of `kernels/cuda/include/baton_kernels.h`,
-//! `kernels/cuda/collective/collective.h`, `kernels/cuda/experts/experts.h` and
-//! `kernels/cuda/trace/ranges.h`: the same structs in the same order, and the functions that Baton
-//! calls. [`STRUCT_BYTES`] is compared with the library's own sizes before the first call.
+//! `kernels/cuda/collective/collective.h`, `kernels/cuda/experts/experts.h`,
+//! `kernels/cuda/gemm/int4.h` and `kernels/cuda/trace/ranges.h`: the same structs in the same
+//! order, and the functions that Baton calls. [`STRUCT_BYTES`] is compared with the library's own
+//! sizes before the first call.
 
 use std::{
     ffi::{c_char, c_void},
@@ -634,6 +635,9 @@ functions! {
     baton_skinny_gemm: fn(*const SkinnyGemmArgs, RawStream) -> i32;
     baton_skinny_gemm_rows_max: fn() -> i32;
     baton_skinny_gemm_tile: fn(*const SkinnyGemmArgs) -> i32;
+    baton_int4_gemm: fn(*const SkinnyGemmArgs, RawStream) -> i32;
+    baton_int4_gemm_tile: fn(*const SkinnyGemmArgs) -> i32;
+    baton_int4_widen: fn(Address, i32, i32, i32, Address, RawStream) -> i32;
     baton_route: fn(*const RouteArgs, RawStream) -> i32;
     baton_expert_gemm: fn(*const ExpertGemmArgs, RawStream) -> i32;
     baton_mxfp4_gemm: fn(*const Mxfp4GemmArgs, RawStream) -> i32;

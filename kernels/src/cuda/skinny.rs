@@ -6,7 +6,8 @@
 //! producing GEMM multiplies its output by the norm's weight and stores partial sums of squares
 //! ([`DeferredNorm`]); the consuming GEMM scales its accumulators by the row's factor. With weights
 //! in FP8 a kernel before the GEMM computes the norm and quantizes the rows instead. When cuBLASLt
-//! runs a GEMM, separate kernels do these operations.
+//! runs a GEMM, separate kernels do these operations. Weights in INT4 stay packed up to the maximum
+//! rows of a skinny GEMM. For more rows a kernel widens the weight to bf16 for cuBLASLt.
 
 use super::{
     backend::CudaBackend,
@@ -187,7 +188,9 @@ impl CudaBackend {
         out: &mut CudaBuffer,
     ) -> Option<usize> {
         let skinny = self.skinny_parts();
-        let is_served = w.dtype == Dtype::Bf16 && w.cols.is_multiple_of(8);
+        // Updates of a weight in INT4 are added by separate kernels.
+        let has_update_kernel = update.is_none() || w.int4_block.is_none();
+        let is_served = w.dtype == Dtype::Bf16 && w.cols.is_multiple_of(8) && has_update_kernel;
         if rows == 0 || rows > skinny.rows_max || !is_served {
             return None;
         }
@@ -207,6 +210,7 @@ impl CudaBackend {
             depth: w.cols as i32,
             grid: skinny.sms,
             pdl: skinny.starts_early.into(),
+            weight_block: w.int4_block.map_or(0, |block| block as i32),
             low_rank: update.unwrap_or_default(),
             ..ffi::SkinnyGemmArgs::default()
         };
@@ -253,15 +257,37 @@ impl CudaBackend {
             // SAFETY: operands and output have the step's rows and the matrix's sizes, as checked
             // above and in `quantize`; the partial sums have room for the smallest tile; the step's
             // KV destinations are blocks that the step may write.
-            unsafe { launch!(library, stream, baton_skinny_gemm(&args)) }
+            unsafe {
+                match w.int4_block {
+                    None => launch!(library, stream, baton_skinny_gemm(&args)),
+                    Some(_) => launch!(library, stream, baton_int4_gemm(&args)),
+                }
+            }
         });
         Some(tile)
     }
 
+    /// Widens a weight in INT4 to bf16, into the memory that all widened weights share.
+    pub(super) fn widen(&self, w: &CudaMatrix, block: usize) {
+        let to = self.widened.as_ref().expect("placed with the weights");
+        let (from, to) = (w.data.address(), to.part(0, w.rows * w.cols * Dtype::Bf16.bytes()));
+        let (block, rows, cols) = (block as i32, w.rows as i32, w.cols as i32);
+        self.run(|library, stream| {
+            // SAFETY: the weight was packed with these sizes, and `to` has memory for its elements.
+            unsafe { launch!(library, stream, baton_int4_widen(from, block, rows, cols, to)) }
+        });
+    }
+
     /// Returns the weight rows per tile of a skinny GEMM, or `None` without a kernel for it.
     fn tile_of(&self, args: &ffi::SkinnyGemmArgs) -> Option<usize> {
+        let functions = self.library().functions();
+        // Of all weights, only those in INT4 have blocks: the scales of FP8 are those of rows.
+        let tile_of = match args.weight_block {
+            0 => functions.baton_skinny_gemm_tile,
+            _ => functions.baton_int4_gemm_tile,
+        };
         // SAFETY: the function only reads its arguments.
-        let tile = unsafe { (self.library().functions().baton_skinny_gemm_tile)(args) };
+        let tile = unsafe { tile_of(args) };
         usize::try_from(tile).ok().filter(|tile| *tile > 0)
     }
 

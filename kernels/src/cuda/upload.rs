@@ -20,6 +20,7 @@ use crate::{
     backend::RowSource,
     cpu::threads::ThreadPool,
     fp8::{self, BlockScales},
+    int4,
     layout::Dtype,
     mxfp4,
 };
@@ -138,17 +139,31 @@ impl Uploads {
         source: &dyn RowSource,
         to: &CudaMatrix,
     ) -> Result<(), CudaError> {
-        match &to.scales {
-            None if to.is_mxfp4 => self.mxfp4_tiles(source, &to.data),
-            None => self.rows(source, to.dtype, &to.data),
-            Some(scales) => self.fp8_rows(source, &to.data, scales),
+        match (&to.scales, to.int4_block) {
+            (None, None) if to.is_mxfp4 => {
+                let parts = source.mxfp4_parts().expect("the matrix was placed in MXFP4");
+                let pack = |tile, out: &mut [u8]| mxfp4::pack_tile(source, parts, tile, out);
+                self.tiles(source, mxfp4::tile_bytes(to.cols), &to.data, pack)
+            }
+            (None, Some(block)) => {
+                let groups = source.int4_groups().expect("the matrix was placed in INT4");
+                let pack =
+                    |unit, out: &mut [u8]| int4::pack_unit(source, (&groups, block), unit, out);
+                self.tiles(source, int4::unit_bytes(to.cols, block), &to.data, pack)
+            }
+            (None, None) => self.rows(source, to.dtype, &to.data),
+            (Some(scales), _) => self.fp8_rows(source, &to.data, scales),
         }
     }
 
-    /// Reads a matrix in MXFP4 and packs it.
-    fn mxfp4_tiles(&mut self, source: &dyn RowSource, to: &Range) -> Result<(), CudaError> {
-        let parts = source.mxfp4_parts().expect("the matrix was placed in MXFP4");
-        let tile_bytes = mxfp4::tile_bytes(source.cols());
+    /// Packs a matrix in tiles of `tile_bytes` bytes.
+    fn tiles(
+        &mut self,
+        source: &dyn RowSource,
+        tile_bytes: usize,
+        to: &Range,
+        pack: impl Fn(usize, &mut [u8]) + Sync,
+    ) -> Result<(), CudaError> {
         if tile_bytes > BUFFER_BYTES {
             return Err(too_wide(source));
         }
@@ -157,7 +172,7 @@ impl Uploads {
             let bytes = step.min(to.bytes() - begin);
             let (mut pinned, done) = self.buffer()?;
             self.readers.for_each_piece(&mut pinned[..bytes], tile_bytes, |_, piece, out| {
-                mxfp4::pack_tile(source, parts, begin / tile_bytes + piece, out);
+                pack(begin / tile_bytes + piece, out);
             });
             let copy = pinned.upload(bytes, to, begin, &self.stream, done)?;
             self.buffers.in_flight.push_back(copy);

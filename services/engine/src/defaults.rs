@@ -104,7 +104,8 @@ impl ModelSizes {
 }
 
 /// Returns the bytes of a rank's shard of the weights. If the checkpoint has experts in MXFP4, GPUs
-/// keep them so. CPUs keep matrices in INT4, and convert all others to `weights`.
+/// keep them so. CPUs keep matrices in INT4, and convert all others to `weights`. GPUs keep
+/// matrices in INT4 if `weights` is bf16, with memory to widen the largest.
 pub fn weight_bytes(
     checkpoint: &Checkpoint,
     shard: Shard,
@@ -124,12 +125,26 @@ pub fn weight_bytes(
         true => config.expert_parameter_count_of(shard),
         false => 0,
     };
-    let Int4Sizes { packed_elements, packed_bytes, .. } = match is_gpu {
-        true => Int4Sizes::default(),
-        false => checkpoint.int4_sizes(shard),
-    };
+    let int4 = int4_sizes(checkpoint, shard, weights, is_gpu);
+    let Int4Sizes { packed_elements, packed_bytes, largest_elements, .. } = int4;
+    let widened_bytes = if is_gpu { weights.bytes(largest_elements) } else { 0 };
     let others = config.parameter_count_of(shard) - mxfp4_elements - packed_elements;
-    weights.bytes(others) + mxfp4::bytes(mxfp4_elements) + packed_bytes + tables_bytes
+    let others_bytes = weights.bytes(others) + mxfp4::bytes(mxfp4_elements);
+    others_bytes + packed_bytes + widened_bytes + tables_bytes
+}
+
+/// Returns the sizes of a rank's part of the matrices in INT4. GPUs keep such matrices packed if
+/// `weights` is bf16.
+pub fn int4_sizes(
+    checkpoint: &Checkpoint,
+    shard: Shard,
+    weights: WeightFormat,
+    is_gpu: bool,
+) -> Int4Sizes {
+    match is_gpu && weights != WeightFormat::Bf16 {
+        true => Int4Sizes::default(),
+        false => checkpoint.int4_sizes(shard, is_gpu),
+    }
 }
 
 /// Properties of the node for which defaults are derived.

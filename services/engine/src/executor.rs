@@ -177,7 +177,7 @@ pub trait WeightUpdate: Send + Sync {
     fn is_in_place(&self) -> bool;
 
     /// Packs the weights of the opened model at `path`, and blocks until they are complete. On a
-    /// GPU, [`cuda::check_formats`] must accept the model.
+    /// GPU, the model must have the [`Checkpoint::int4_layout`] of the weights in use.
     /// [`Executor::commit_weights`] then uses them.
     fn prepare(&self, path: &Path, checkpoint: &Checkpoint) -> Result<(), PrepareError>;
 

@@ -15,11 +15,11 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use kernels::Shard;
+use kernels::{Shard, int4::ColumnGroups};
 use serde::{Deserialize, Serialize};
 
 use self::{
-    dummy::{DummyWeights, RandomMxfp4},
+    dummy::{DummyWeights, RandomInt4, RandomMxfp4},
     file::{TensorBytes, io_error},
     int4::Int4Tensors,
     stored::{StoredTensor, StoredWeights},
@@ -122,7 +122,9 @@ impl Checkpoint {
                 (config, Weights::Stored(weights))
             }
             (Location::Gguf { file }, LoadFormat::Dummy { seed }) => {
-                (gguf_file::open(&file)?.0, Weights::Dummy(DummyWeights { seed }))
+                let config = gguf_file::open(&file)?.0;
+                let weights = DummyWeights::new(seed, &config, None);
+                (config, Weights::Dummy(weights))
             }
             (Location::Folder { config }, LoadFormat::Auto) => {
                 let (mut config, quantization) = read_config(&config)?;
@@ -138,7 +140,12 @@ impl Checkpoint {
             (
                 Location::Folder { config } | Location::ConfigAlone { config },
                 LoadFormat::Dummy { seed },
-            ) => (read_config(&config)?.0, Weights::Dummy(DummyWeights { seed })),
+            ) => {
+                let (config, quantization) = read_config(&config)?;
+                let int4 = quantization.and_then(Quantization::int4);
+                let weights = DummyWeights::new(seed, &config, int4);
+                (config, Weights::Dummy(weights))
+            }
             (Location::ConfigAlone { .. }, LoadFormat::Auto) => {
                 return Err(ModelError::NotAModel {
                     path: path.into(),
@@ -172,7 +179,7 @@ impl Checkpoint {
     /// When a file cannot be read, or became shorter.
     pub fn model_fingerprint(&self) -> Result<u128, ModelError> {
         let seed = match &self.weights {
-            Weights::Dummy(DummyWeights { seed }) => Some(*seed),
+            Weights::Dummy(weights) => Some(weights.fingerprint()),
             Weights::Stored(_) => None,
         };
         let directory = self.directory().expect("the directory was checked when opened");
@@ -206,7 +213,7 @@ impl Checkpoint {
         let format = match &self.weights {
             Weights::Stored(StoredWeights { format: Format::Gguf, .. }) => "GGUF",
             Weights::Stored(StoredWeights { format: Format::Safetensors, .. }) => "safetensors",
-            Weights::Dummy(DummyWeights { seed }) => return format!("dummy, seed {seed}"),
+            Weights::Dummy(DummyWeights { seed, .. }) => return format!("dummy, seed {seed}"),
         };
         let mut encodings: Vec<&str> = self
             .directory()
@@ -245,23 +252,31 @@ impl Checkpoint {
         }
     }
 
-    /// Returns whether matrices are stored in INT4.
-    pub fn has_int4(&self) -> bool {
+    /// Returns the groups of the columns of each matrix in INT4.
+    fn column_groups(&self) -> &HashMap<Weight, ColumnGroups> {
         match &self.weights {
-            Weights::Stored(stored) => !stored.column_groups.is_empty(),
-            Weights::Dummy(_) => false,
+            Weights::Stored(stored) => &stored.column_groups,
+            Weights::Dummy(dummy) => &dummy.column_groups,
         }
     }
 
-    /// Returns the sizes of a rank's part of the matrices in INT4 on CPUs.
+    /// Returns whether matrices are stored in INT4.
+    pub fn has_int4(&self) -> bool {
+        !self.column_groups().is_empty()
+    }
+
+    /// Returns a hash of which matrices are in INT4, and of the groups of their columns; 0 if none
+    /// is. GPUs pack weights with equal hashes alike.
+    pub fn int4_layout(&self) -> u64 {
+        int4::layout(self.column_groups(), &self.config)
+    }
+
+    /// Returns the sizes of a rank's part of the matrices in INT4 on CPUs or on GPUs.
     ///
     /// # Panics
     /// When the model cannot be sharded over these ranks.
-    pub fn int4_sizes(&self, shard: Shard) -> Int4Sizes {
-        match &self.weights {
-            Weights::Stored(stored) => stored.int4_sizes(&self.config, shard),
-            Weights::Dummy(_) => Int4Sizes::default(),
-        }
+    pub fn int4_sizes(&self, shard: Shard, is_gpu: bool) -> Int4Sizes {
+        int4::sizes(self.column_groups(), &self.config, shard, is_gpu)
     }
 
     /// Returns a weight matrix, of which a backend reads the rows. Reads a matrix in INT4 to memory
@@ -277,6 +292,10 @@ impl Checkpoint {
             Weights::Dummy(dummy) => {
                 let rows = dummy.rows(weight, &self.config);
                 match weight {
+                    _ if dummy.column_groups.contains_key(&weight) => {
+                        let groups = dummy.column_groups[&weight].clone();
+                        MatrixData::RandomInt4(RandomInt4::new(rows, groups))
+                    }
                     Weight::Layer(_, LayerWeight::Expert(..))
                         if self.config.has_mxfp4_experts() =>
                     {
@@ -324,7 +343,7 @@ impl Checkpoint {
     /// Returns how the model was opened.
     pub fn load_format(&self) -> LoadFormat {
         match self.weights {
-            Weights::Dummy(DummyWeights { seed }) => LoadFormat::Dummy { seed },
+            Weights::Dummy(DummyWeights { seed, .. }) => LoadFormat::Dummy { seed },
             Weights::Stored(_) => LoadFormat::Auto,
         }
     }

@@ -19,7 +19,7 @@ use kernels::{
 
 use crate::{
     checkpoint::{
-        dummy::{RandomMxfp4, RandomRows},
+        dummy::{RandomInt4, RandomMxfp4, RandomRows},
         file::TensorBytes,
         int4::Int4Matrix,
     },
@@ -59,6 +59,7 @@ pub(crate) enum MatrixData<'a> {
     },
     Random(RandomRows),
     RandomMxfp4(RandomMxfp4),
+    RandomInt4(RandomInt4),
 }
 
 /// Scales of a stored matrix.
@@ -112,7 +113,7 @@ impl<'a> MatrixSource<'a> {
             MatrixData::Stored { order, .. } | MatrixData::Int4 { order, .. } => {
                 order.stored_row(row)
             }
-            MatrixData::Random(_) | MatrixData::RandomMxfp4(_) => row,
+            MatrixData::Random(_) | MatrixData::RandomMxfp4(_) | MatrixData::RandomInt4(_) => row,
         };
         stored_row * self.stored_cols + self.cols.start + column
     }
@@ -147,7 +148,7 @@ impl<'a> MatrixSource<'a> {
             MatrixData::Stored { order: RowOrder::Part(_), .. } => false,
             MatrixData::Stored { scales, .. } => !matches!(scales, Some(Scales::Mxfp4(_))),
             MatrixData::Int4 { .. } => false,
-            MatrixData::Random(_) | MatrixData::RandomMxfp4(_) => true,
+            MatrixData::Random(_) | MatrixData::RandomMxfp4(_) | MatrixData::RandomInt4(_) => true,
         }
     }
 
@@ -239,9 +240,21 @@ impl RowSource for MatrixSource<'_> {
             MatrixData::RandomMxfp4(random) => {
                 let (mut numbers, scale) = (vec![0; cols], encoding::power(random.scale));
                 for (row, out) in rows.zip(out.chunks_exact_mut(cols)) {
-                    random.read_part(self.rows.start + row, self.cols.start, &mut numbers);
+                    random.rows.read_numbers(self.rows.start + row, self.cols.start, &mut numbers);
                     let values = numbers.iter().map(|&bits| encoding::fp4(bits) * scale);
                     out.iter_mut().zip(values).for_each(|(out, value)| *out = value);
+                }
+            }
+            MatrixData::RandomInt4(random) => {
+                let mut numbers = vec![0; cols];
+                let groups = &random.groups.of_columns()[self.cols.clone()];
+                for (row, out) in rows.zip(out.chunks_exact_mut(cols)) {
+                    let row = self.rows.start + row;
+                    random.rows.read_numbers(row, self.cols.start, &mut numbers);
+                    for ((number, group), out) in numbers.iter().zip(groups).zip(out) {
+                        let zero = RandomInt4::zero(row, usize::from(*group));
+                        *out = int4::element(*number, zero, random.scale);
+                    }
                 }
             }
         }
@@ -299,7 +312,7 @@ impl RowSource for MatrixSource<'_> {
     fn mxfp4_parts(&self) -> Option<usize> {
         let is_mxfp4 = match &self.data {
             MatrixData::Stored { scales, .. } => matches!(scales, Some(Scales::Mxfp4(_))),
-            MatrixData::Int4 { .. } | MatrixData::Random(_) => false,
+            MatrixData::Int4 { .. } | MatrixData::Random(_) | MatrixData::RandomInt4(_) => false,
             MatrixData::RandomMxfp4(_) => true,
         };
         (is_mxfp4 && self.has_whole_groups()).then_some(1)
@@ -325,7 +338,7 @@ impl RowSource for MatrixSource<'_> {
                 let mut bits = vec![0; self.cols.len()];
                 let rows = self.rows.start + first..;
                 for (row, numbers) in rows.zip(numbers.chunks_exact_mut(row_bytes)) {
-                    random.read_part(row, self.cols.start, &mut bits);
+                    random.rows.read_numbers(row, self.cols.start, &mut bits);
                     for (byte, [low, high]) in numbers.iter_mut().zip(bits.as_chunks().0) {
                         *byte = low | high << 4;
                     }
@@ -336,25 +349,43 @@ impl RowSource for MatrixSource<'_> {
     }
 
     fn int4_groups(&self) -> Option<ColumnGroups> {
-        let MatrixData::Int4 { matrix, .. } = &self.data else { return None };
-        Some(matrix.groups().part(self.cols.clone()).1)
+        let groups = match &self.data {
+            MatrixData::Int4 { matrix, .. } => matrix.groups(),
+            MatrixData::RandomInt4(random) => &random.groups,
+            _ => return None,
+        };
+        Some(groups.part(self.cols.clone()).1)
     }
 
     fn read_int4(&self, first: usize, numbers: &mut [u8], scales: &mut [f32], zeros: &mut [u8]) {
-        let MatrixData::Int4 { matrix, order } = &self.data else {
-            panic!("the matrix is not stored in INT4");
+        let groups = match &self.data {
+            MatrixData::Int4 { matrix, .. } => matrix.groups(),
+            MatrixData::RandomInt4(random) => &random.groups,
+            _ => panic!("the matrix is not stored in INT4"),
         };
-        let (needed, _) = matrix.groups().part(self.cols.clone());
+        let (needed, _) = groups.part(self.cols.clone());
         let groups =
             scales.chunks_exact_mut(needed.len()).zip(zeros.chunks_exact_mut(needed.len()));
         let rows = numbers.chunks_exact_mut(self.cols.len()).zip(groups);
         for (row, (numbers, (scales, zeros))) in (self.rows.start + first..).zip(rows) {
-            let row = order.stored_row(row);
-            let (of_scales, of_zeros) = matrix.groups_of(row);
-            scales.copy_from_slice(&of_scales[needed.clone()]);
-            zeros.copy_from_slice(&of_zeros[needed.clone()]);
-            for (col, number) in self.cols.clone().zip(numbers) {
-                *number = matrix.number(row, col);
+            match &self.data {
+                MatrixData::Int4 { matrix, order } => {
+                    let row = order.stored_row(row);
+                    let (of_scales, of_zeros) = matrix.groups_of(row);
+                    scales.copy_from_slice(&of_scales[needed.clone()]);
+                    zeros.copy_from_slice(&of_zeros[needed.clone()]);
+                    for (col, number) in self.cols.clone().zip(numbers) {
+                        *number = matrix.number(row, col);
+                    }
+                }
+                MatrixData::RandomInt4(random) => {
+                    random.rows.read_numbers(row, self.cols.start, numbers);
+                    scales.fill(random.scale);
+                    for (group, zero) in needed.clone().zip(zeros) {
+                        *zero = RandomInt4::zero(row, group);
+                    }
+                }
+                _ => unreachable!("the groups are those of a matrix in INT4"),
             }
         }
     }

@@ -15,7 +15,7 @@ use crate::{
     layer::{ExpertSpec, FeedForward, GatedSpec, SharedExpertSpec},
     matrix::{MatrixSource, NotFinite, StackedRows},
     mixer::{MixerActivations, MixerContext, MixerWeights},
-    weight::{DeltaWeight, ExpertWeight, LayerWeight, Weight, WeightPart},
+    weight::{ExpertWeight, LayerWeight, Weight, WeightPart},
 };
 
 /// Loaded model, or one rank's shard of it: packed weights and the activations of one step. The
@@ -559,14 +559,8 @@ impl<'a, P: Packer> CheckpointPacker<'a, P> {
         let hashes: Vec<Option<RowHashes>> = parts.iter().map(hashes_of).collect();
         let parts = parts.into_iter().zip(&hashes);
         let parts = parts.map(|(part, hashes)| part.hashing(hashes.as_ref())).collect();
-        let is_router = |weight| {
-            use DeltaWeight::{Decay, UpdateRate};
-            use LayerWeight::{Delta, Router, SharedRouter};
-            matches!(weight, Router | SharedRouter | Delta(UpdateRate | Decay))
-        };
-        let is_quantizable =
-            |weight: &Weight| matches!(weight, Weight::Layer(_, of_layer) if !is_router(*of_layer));
-        let source = StackedRows::new(parts).quantizable(weights.iter().all(is_quantizable));
+        let is_quantizable = weights.iter().all(|weight| weight.may_be_quantized());
+        let source = StackedRows::new(parts).quantizable(is_quantizable);
         let matrix = pack(self.packer, &source);
         self.checkpoint.check_reads()?;
         if let Some(NotFinite { part, element, found }) = source.not_finite() {

@@ -422,6 +422,18 @@ impl Weight {
         matches!(self, Weight::Layer(_, LayerWeight::Expert(..)))
     }
 
+    /// Returns whether a backend may store the weight, a matrix, with fewer bits than it is
+    /// computed with: neither embeddings and output heads, nor routers, whose logits decide by small
+    /// differences, nor the rates of a recurrent state, whose errors add up.
+    pub(crate) fn may_be_quantized(&self) -> bool {
+        use DeltaWeight::{Decay, UpdateRate};
+        use LayerWeight::{Delta, Router, SharedRouter};
+        let is_exact = |weight: &LayerWeight| {
+            matches!(weight, Router | SharedRouter | Delta(UpdateRate | Decay))
+        };
+        matches!(self, Weight::Layer(_, of_layer) if !is_exact(of_layer))
+    }
+
     pub(crate) fn is_norm(&self) -> bool {
         use LayerWeight as W;
         match self {

@@ -12,7 +12,7 @@ use common::{
     sequence::{Runner, argmax},
 };
 use half::{bf16, f16};
-use kernels::{Packer, RowSource, Shard, WeightFormat, cpu::Isa};
+use kernels::{Packer, RowSource, Shard, WeightFormat, cpu::Isa, int4::packed_bytes};
 use model::{
     Checkpoint, Int4Sizes, LayerWeight, LoadFormat, TransformerWeights, Weight, WeightShape,
 };
@@ -384,12 +384,15 @@ struct RowPacker {
     int4_matrices: RefCell<usize>,
     /// Elements and bytes of the matrices in INT4.
     int4_sizes: RefCell<(u64, u64)>,
+    /// The same on GPUs.
+    gpu_sizes: RefCell<(u64, u64)>,
 }
 
 impl RowPacker {
     fn new(shard: Shard) -> Self {
-        let (rows, int4_sizes) = (RefCell::default(), RefCell::default());
-        Self { shard, rows, int4_matrices: RefCell::new(0), int4_sizes }
+        let (rows, gpu_sizes) = (RefCell::default(), RefCell::default());
+        let (int4_matrices, int4_sizes) = (RefCell::default(), RefCell::default());
+        Self { shard, rows, int4_matrices, int4_sizes, gpu_sizes }
     }
 }
 
@@ -410,6 +413,11 @@ impl Packer for RowPacker {
             let (elements, bytes) = &mut *self.int4_sizes.borrow_mut();
             *elements += numbers.len() as u64;
             *bytes += (rows * cols.div_ceil(2) + 4 * scales.len() + zeros.len()) as u64;
+            if let Some(block) = groups.block().filter(|_| source.may_be_quantized()) {
+                let (elements, bytes) = &mut *self.gpu_sizes.borrow_mut();
+                *elements += numbers.len() as u64;
+                *bytes += packed_bytes(rows, cols, block) as u64;
+            }
             for (at, value) in values.iter().enumerate() {
                 let group =
                     at / cols * groups.count() + usize::from(groups.of_columns()[at % cols]);
@@ -550,14 +558,20 @@ fn sizes_and_formats_are_those_of_the_stored_matrices() {
     let sizes = Int4Sizes {
         packed_elements: elements,
         packed_bytes: elements / 2 + groups * 5,
+        largest_elements: 2 * 320 * 192,
         dequantized: 2,
     };
-    assert_eq!(checkpoint.int4_sizes(Shard::WHOLE), sizes);
+    assert_eq!(checkpoint.int4_sizes(Shard::WHOLE, false), sizes);
+    // On GPUs a chunk has 8 rows and 128 columns: two chunks in 192 columns, three in 320.
+    let chunks = (192 / 8) * 2 + 2 * (192 / 8 * 2 + 2 * 320 / 8 * 2 + 192 / 8 * 3) + 2 * 96 / 8 * 2;
+    let packed_bytes = chunks * (512 + 32);
+    assert_eq!(checkpoint.int4_sizes(Shard::WHOLE, true), Int4Sizes { packed_bytes, ..sizes });
     let formats = checkpoint.matrix_formats();
     let int4 = formats.iter().find(|it| it.name == "INT4 with a scale for each 128 of a row");
     assert_eq!(int4.unwrap().matrices, 2 * 7 - 1);
-    assert_eq!(pair.open_dequantised().int4_sizes(Shard::WHOLE), Int4Sizes::default());
+    assert_eq!(pair.open_dequantised().int4_sizes(Shard::WHOLE, false), Int4Sizes::default());
     assert!(!pair.open_dequantised().has_int4());
+    assert_eq!(pair.open_dequantised().int4_layout(), 0);
     assert!(checkpoint.description().ends_with("BF16 + F16 + I32 + INT4 + INT4-1"));
 }
 
@@ -569,12 +583,37 @@ fn sizes_are_those_of_the_packed_matrices() {
             for shard in [1, 2, 4].into_iter().flat_map(|of| group(of).all()) {
                 let packer = RowPacker::new(shard);
                 TransformerWeights::pack(&checkpoint, &packer, &mut |_| ()).unwrap();
-                let sizes = checkpoint.int4_sizes(shard);
+                let sizes = checkpoint.int4_sizes(shard, false);
                 let found = (sizes.packed_elements, sizes.packed_bytes);
                 assert_eq!(found, packer.int4_sizes.into_inner(), "{layout:?}, {shard}");
+                let sizes = checkpoint.int4_sizes(shard, true);
+                let found = (sizes.packed_elements, sizes.packed_bytes);
+                assert_eq!(found, packer.gpu_sizes.into_inner(), "{layout:?}, {shard}, on a GPU");
             }
         }
     }
+}
+
+#[test]
+fn dummy_weights_are_in_int4_where_the_configuration_names_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut config = llama();
+    let open = |config: &Value| {
+        fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+        Checkpoint::open(folder.path(), LoadFormat::Dummy { seed: 3 }).unwrap()
+    };
+    let plain = open(&config);
+    config["quantization_config"] = LAYOUTS[0].config();
+    let int4 = open(&config);
+    // Query, key and value are one matrix, and so are gate and up.
+    assert_eq!((packed(&plain, Shard::WHOLE).1, packed(&int4, Shard::WHOLE).1), (0, 2 * 4));
+    assert_ne!(plain.model_fingerprint().unwrap(), int4.model_fingerprint().unwrap());
+    let values = elements(&int4, Weight::Layer(1, LayerWeight::Up));
+    let mean = values.iter().sum::<f32>() / values.len() as f32;
+    let size = (values.iter().map(|value| value * value).sum::<f32>() / values.len() as f32).sqrt();
+    assert!(mean.abs() < 0.05 * size, "{mean}");
+    let wanted = 1.0 / (192.0_f32).sqrt();
+    assert!((size / wanted - 1.0).abs() < 0.1, "{size}, not {wanted}");
 }
 
 /// GPTQModel subtracts from and adds to whole words, so numbers may borrow and carry.

@@ -13,7 +13,7 @@ use engine::{
     defaults::{self, Defaults, NodeDevice, NodeTraits},
     executor::{Executor, StepTimes},
 };
-use kernels::{KvArena, KvLayout, cpu::affinity};
+use kernels::{KvArena, KvLayout, Shard, WeightFormat, cpu::affinity};
 use model::{Checkpoint, ModelConfig, ModelError};
 use telemetry::Metrics;
 use tracing::info;
@@ -41,6 +41,8 @@ pub(crate) struct Loaded {
     pub host_bytes: HostBytes,
     /// `None`: on GPUs.
     pub cpu: Option<CpuPacking>,
+    /// [`Checkpoint::int4_layout`] of the weights.
+    pub int4_layout: u64,
     pub arena: Arc<KvArena>,
     pub identity: ModelIdentity,
     pub defaults: Defaults,
@@ -189,7 +191,7 @@ fn load_weights(
     let cpu =
         (!is_gpu).then(|| CpuPacking { weights, shard: settings::shard(&config.node, model, 0) });
     let host_bytes = host_bytes(&traits, tp, kv_bytes(layout, arena.block_count()));
-    log_dequantized(checkpoint, cpu.as_ref());
+    log_dequantized(checkpoint, settings::shard(&config.node, model, 0), (weights, is_gpu));
     let slots = executor.adapter_slots();
     let adapters = NodeAdapters::start(config, model, is_gpu, slots, host_bytes)?;
     let fingerprint = fingerprint()?;
@@ -216,6 +218,7 @@ fn load_weights(
         model: model.clone(),
         host_bytes,
         cpu,
+        int4_layout: checkpoint.int4_layout(),
         arena,
         identity,
         defaults,
@@ -229,10 +232,21 @@ fn load_weights(
     Ok((loaded, executor))
 }
 
-/// Logs how many matrices in INT4 do not stay packed on a CPU.
-fn log_dequantized(checkpoint: &Checkpoint, cpu: Option<&CpuPacking>) {
-    let dequantized = cpu.map_or(0, |cpu| checkpoint.int4_sizes(cpu.shard).dequantized);
-    if dequantized > 0 {
+/// Logs how many matrices in INT4 do not stay packed.
+fn log_dequantized(checkpoint: &Checkpoint, shard: Shard, (weights, is_gpu): (WeightFormat, bool)) {
+    let dequantized = defaults::int4_sizes(checkpoint, shard, weights, is_gpu).dequantized;
+    if is_gpu && weights != WeightFormat::Bf16 && checkpoint.has_int4() {
+        info!(
+            "all matrices in INT4 are converted to {weights}; expected model.dtype = \"bf16\" to \
+             keep them packed"
+        );
+    } else if is_gpu && dequantized > 0 {
+        info!(
+            dequantized,
+            "matrices in INT4 are dequantized: output heads, and matrices with groups of other \
+             columns than neighbours or with parts that differ in format or groups"
+        );
+    } else if dequantized > 0 {
         info!(
             dequantized,
             "matrices in INT4 are dequantized: parts of a fused matrix differ in format or groups"

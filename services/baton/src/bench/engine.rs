@@ -19,6 +19,7 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use engine::{
     CacheSeeds, LoopOutcome, Scheduler, SchedulerConfig, StepLoop, StepRecord,
+    defaults::int4_sizes,
     event::{Action, Input, NewSequence, SequenceId, SequenceKind},
     executor::{
         Executor, ExecutorLimits,
@@ -30,12 +31,12 @@ use engine::{
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use kernels::{
-    BLOCK_TOKENS, KvArena, KvFormat, WeightFormat,
+    BLOCK_TOKENS, KvArena, KvFormat, Shard, WeightFormat,
     cpu::{CpuBackend, CpuOptions, Isa},
     cuda::{CudaBackend, CudaOptions, DeviceKv},
     sampling::Sampling,
 };
-use model::{Checkpoint, LoadFormat, LoadProgress, ModelConfig};
+use model::{Checkpoint, Int4Sizes, LoadFormat, LoadProgress, ModelConfig};
 
 use self::{
     read_stream::ReadStream,
@@ -306,7 +307,13 @@ impl EngineBench {
         let opened = StartPart::new("open", started.elapsed());
         let config = checkpoint.config();
         let limits = limits(args, config)?;
-        let weight_bytes = args.dtype.bytes(config.forward_parameter_count());
+        let int4 = match config.experts() {
+            // The parameters of experts are not counted.
+            Some(_) => Int4Sizes::default(),
+            None => int4_sizes(&checkpoint, Shard::WHOLE, args.dtype, args.device == "cuda"),
+        };
+        let others = config.forward_parameter_count() - int4.packed_elements;
+        let weight_bytes = args.dtype.bytes(others) + int4.packed_bytes;
         let LoadedExecutor { executor, isa, read_stream, peak_gb_per_s, parts, tuned } =
             match args.device.as_str() {
                 "cuda" if args.tp > 1 => ranks::start(args, &checkpoint)?,
@@ -322,9 +329,10 @@ impl EngineBench {
         let bandwidth = parts.iter().find(|part| part.what == "bandwidth");
         let report = EngineReport {
             model: args.model.clone(),
-            dtype: match args.kv_dtype {
-                None => args.dtype.to_string(),
-                Some(kv) => format!("{}, KV {kv}", args.dtype),
+            dtype: {
+                let int4 = if int4.packed_elements > 0 { " and INT4" } else { "" };
+                let kv = args.kv_dtype.map(|kv| format!(", KV {kv}")).unwrap_or_default();
+                format!("{}{int4}{kv}", args.dtype)
             },
             isa,
             threads,

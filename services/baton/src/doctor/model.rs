@@ -75,7 +75,7 @@ impl OpenedModel {
             checked.err().map(|error| error.to_string())
         });
         let computed_by = || match gpu_compute {
-            Some(compute) => on_gpu(config, weights, &formats, compute),
+            Some(compute) => on_gpu(&checkpoint, weights, &formats, compute),
             None => on_cpu(&checkpoint, weights, &formats),
         };
         ModelReport {
@@ -119,24 +119,30 @@ fn on_cpu(checkpoint: &Checkpoint, weights: WeightFormat, formats: &[MatrixForma
     };
     let experts =
         if checkpoint.config().experts().is_some() { ", one expert after the other" } else { "" };
-    let packed = match checkpoint.int4_sizes(Shard::WHOLE) {
+    let others = formats.iter().filter(|format| !format.name.starts_with("INT4"));
+    let packed = packed_int4(checkpoint, false);
+    format!("CPU kernels ({isa}) for {weights}{experts}{packed}{}", converted(weights, others))
+}
+
+/// Returns which matrices in INT4 a node keeps packed.
+fn packed_int4(checkpoint: &Checkpoint, is_gpu: bool) -> String {
+    match checkpoint.int4_sizes(Shard::WHOLE, is_gpu) {
         Int4Sizes { packed_elements: 0, dequantized: 0, .. } => String::new(),
         Int4Sizes { packed_elements: 0, .. } => ", matrices in INT4 are dequantized".to_owned(),
         Int4Sizes { dequantized: 0, .. } => ", matrices in INT4 stay packed".to_owned(),
         Int4Sizes { dequantized, .. } => {
             format!(", matrices in INT4 stay packed but {dequantized}, which are dequantized")
         }
-    };
-    let others = formats.iter().filter(|format| !format.name.starts_with("INT4"));
-    format!("CPU kernels ({isa}) for {weights}{experts}{packed}{}", converted(weights, others))
+    }
 }
 
 fn on_gpu(
-    config: &ModelConfig,
+    checkpoint: &Checkpoint,
     weights: WeightFormat,
     formats: &[MatrixFormat],
     compute: u32,
 ) -> String {
+    let config = checkpoint.config();
     let experts = match config.experts() {
         Some(_) if config.has_mxfp4_experts() => ", grouped GEMMs for experts in MXFP4",
         Some(_) => ", grouped GEMMs for experts",
@@ -150,8 +156,16 @@ fn on_gpu(
              quantized while the node loads"
         ),
         _ => {
-            let others = formats.iter().filter(|format| !format.name.starts_with("MXFP4"));
-            format!("{gemms}{}", converted(weights, others))
+            let is_kept = |name: &str| {
+                name.starts_with("MXFP4")
+                    || weights == WeightFormat::Bf16 && name.starts_with("INT4")
+            };
+            let others = formats.iter().filter(|format| !is_kept(&format.name));
+            let packed = match weights {
+                WeightFormat::Bf16 => packed_int4(checkpoint, true),
+                _ => String::new(),
+            };
+            format!("{gemms}{packed}{}", converted(weights, others))
         }
     }
 }

@@ -37,7 +37,7 @@ use kernels::{
 };
 use model::{FeedForward, ModelConfig, ModelError, Transformer};
 
-pub use self::kernel_support::{check_formats, check_model};
+pub use self::kernel_support::check_model;
 pub use self::kv_size::{KvRoom, KvShare, kv_blocks};
 pub use self::loaded_model::{CudaModel, LoadTimes};
 pub use self::rank::{CudaRank, join};

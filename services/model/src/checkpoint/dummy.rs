@@ -1,16 +1,22 @@
 //! Random weights from a seed: equal on every machine, and each row is computed independently.
 
+use std::collections::HashMap;
+
+use half::bf16;
+use kernels::int4::ColumnGroups;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::{
-    config::ModelConfig,
+    config::{ModelConfig, quantization::Int4Format},
     weight::{DeltaWeight, ExpertWeight, LayerWeight, Weight, WeightShape},
 };
 
 /// Generated weights without a file.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct DummyWeights {
     pub seed: u64,
+    /// Groups of the columns of the matrices in INT4.
+    pub column_groups: HashMap<Weight, ColumnGroups>,
 }
 
 /// Rows of one random weight: `mean ± amplitude`, uniform.
@@ -25,6 +31,29 @@ pub(crate) struct RandomRows {
 }
 
 impl DummyWeights {
+    /// Returns weights that are in INT4 where such a checkpoint has INT4: the matrices of layers
+    /// except routers.
+    pub(crate) fn new(seed: u64, config: &ModelConfig, int4: Option<Int4Format>) -> Self {
+        let (mut column_groups, mut of_width) = (HashMap::new(), HashMap::new());
+        for weight in Weight::all(config).filter(Weight::may_be_quantized) {
+            let (Some(int4), WeightShape::Matrix { cols, .. }) = (int4, weight.shape(config))
+            else {
+                continue;
+            };
+            let size = int4.group_size.unwrap_or(cols);
+            // Most matrices share one list.
+            let groups =
+                of_width.entry(cols).or_insert_with(|| ColumnGroups::contiguous(cols, size));
+            column_groups.insert(weight, groups.clone());
+        }
+        Self { seed, column_groups }
+    }
+
+    /// Returns a number that tells different weights of the same configuration apart.
+    pub(crate) fn fingerprint(&self) -> u64 {
+        self.seed ^ u64::from(!self.column_groups.is_empty()).rotate_right(1)
+    }
+
     pub(crate) fn rows(&self, weight: Weight, config: &ModelConfig) -> RandomRows {
         let name = match weight {
             // These weights are parts of one tensor in files.
@@ -107,14 +136,45 @@ impl RandomRows {
             fill(counter, 0, lanes);
         }
     }
+
+    /// Writes numbers of 4 bits of a row from column `first` on. All numbers are equally likely.
+    pub(crate) fn read_numbers(&self, row: usize, first: usize, out: &mut [u8]) {
+        let mut values = vec![0.0; out.len()];
+        self.read_part(row, first, &mut values);
+        for (out, value) in out.iter_mut().zip(values) {
+            *out = (((value / self.amplitude + 1.0) * 8.0) as u8).min(15);
+        }
+    }
 }
 
 /// Rows of a random matrix in MXFP4: all numbers are equally likely, and all groups have the same
 /// scale.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RandomMxfp4 {
-    rows: RandomRows,
+    pub rows: RandomRows,
     pub scale: u8,
+}
+
+/// Rows of a random matrix in INT4: all numbers are equally likely, and all groups have the same
+/// scale. Zero points are 7 or 8, so that elements have a mean of about 0.
+#[derive(Clone, Debug)]
+pub(crate) struct RandomInt4 {
+    pub rows: RandomRows,
+    pub groups: ColumnGroups,
+    pub scale: f32,
+}
+
+impl RandomInt4 {
+    /// Returns rows of about the same magnitude as `rows`.
+    pub(crate) fn new(rows: RandomRows, groups: ColumnGroups) -> Self {
+        let scale = bf16::from_f32(rows.amplitude / 8.0).to_f32();
+        Self { rows, groups, scale }
+    }
+
+    /// Returns the zero point of a group of a row.
+    pub(crate) fn zero(row: usize, group: usize) -> u8 {
+        7 + ((row + group) % 2) as u8
+    }
 }
 
 impl RandomMxfp4 {
@@ -124,15 +184,6 @@ impl RandomMxfp4 {
         const SIZE: f32 = 2.925 * 1.732;
         let scale = 127.0 + (rows.amplitude / SIZE).log2().round();
         Self { rows, scale: scale as u8 }
-    }
-
-    /// Writes the bits of the numbers of a row from column `first` on.
-    pub(crate) fn read_part(&self, row: usize, first: usize, out: &mut [u8]) {
-        let mut values = vec![0.0; out.len()];
-        self.rows.read_part(row, first, &mut values);
-        for (out, value) in out.iter_mut().zip(values) {
-            *out = (((value / self.rows.amplitude + 1.0) * 8.0) as u8).min(15);
-        }
     }
 }
 

@@ -24,6 +24,7 @@ use kernels::{
     Shard,
     int4::{self, ColumnGroups},
 };
+use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::stored::{StoredTensor, StoredWeights};
 use crate::{
@@ -74,15 +75,18 @@ impl Int4Packing {
     }
 }
 
-/// Sizes of the matrices in INT4 of a model, or of a rank's part of them, on CPUs.
+/// Sizes of the matrices in INT4 of a model, or of a rank's part of them, on CPUs or on GPUs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Int4Sizes {
     /// Elements of the matrices that stay packed.
     pub packed_elements: u64,
     /// Bytes of the matrices that stay packed.
     pub packed_bytes: u64,
+    /// Elements of the largest matrix that stays packed.
+    pub largest_elements: u64,
     /// Number of matrices that are dequantized, because a matrix that is fused with them is not in
-    /// INT4 or has other groups of columns.
+    /// INT4 or has other groups of columns. On GPUs also embeddings, output heads and routers, and
+    /// matrices whose groups do not fit the kernels.
     pub dequantized: usize,
 }
 
@@ -286,31 +290,56 @@ impl StoredWeights {
         self.has(&format!("{module}{}", format.packing.names().numbers))
             && self.named(name.to_owned(), RowOrder::Halves).is_ok_and(is_zero)
     }
+}
 
-    /// Returns the sizes of a rank's part of the matrices in INT4 on CPUs.
-    pub(super) fn int4_sizes(&self, config: &ModelConfig, shard: Shard) -> Int4Sizes {
-        let mut sizes = Int4Sizes::default();
-        if self.column_groups.is_empty() {
-            return sizes;
-        }
-        for matrix in packing_order(config, shard).iter().filter(|it| !it.is_vector) {
-            let groups = matrix.parts.iter().map(|part| {
-                let groups = self.column_groups.get(&part.weight)?;
-                Some(groups.part(part.cols.clone()).1)
-            });
-            let groups: Vec<_> = groups.collect();
-            let stored = groups.iter().flatten().count();
-            let Some(groups) = ColumnGroups::common(groups) else {
-                sizes.dequantized += stored;
-                continue;
-            };
-            let rows: usize = matrix.parts.iter().map(|part| part.rows.len()).sum();
-            let cols = matrix.parts[0].cols.len();
-            sizes.packed_elements += matrix.elements() as u64;
-            sizes.packed_bytes += int4::bytes(rows as u64, cols as u64, groups.count() as u64);
-        }
-        sizes
+/// Returns a hash of these groups of columns; 0 without groups.
+pub(super) fn layout(column_groups: &HashMap<Weight, ColumnGroups>, config: &ModelConfig) -> u64 {
+    let groups = Weight::all(config).enumerate();
+    let groups = groups.filter_map(|(index, weight)| Some((index, column_groups.get(&weight)?)));
+    groups.fold(0, |hash, (index, groups)| {
+        let columns: Vec<u8> = groups.of_columns().iter().flat_map(|it| it.to_le_bytes()).collect();
+        xxh3_64_with_seed(&columns, xxh3_64_with_seed(&index.to_le_bytes(), hash))
+    })
+}
+
+/// Returns the sizes of a rank's part of the matrices in INT4, which have these groups of columns.
+pub(super) fn sizes(
+    column_groups: &HashMap<Weight, ColumnGroups>,
+    config: &ModelConfig,
+    shard: Shard,
+    is_gpu: bool,
+) -> Int4Sizes {
+    let mut sizes = Int4Sizes::default();
+    if column_groups.is_empty() {
+        return sizes;
     }
+    for matrix in packing_order(config, shard).iter().filter(|it| !it.is_vector) {
+        let groups = matrix.parts.iter().map(|part| {
+            let groups = column_groups.get(&part.weight)?;
+            Some(groups.part(part.cols.clone()).1)
+        });
+        let groups: Vec<_> = groups.collect();
+        let stored = groups.iter().flatten().count();
+        let rows: usize = matrix.parts.iter().map(|part| part.rows.len()).sum();
+        let cols = matrix.parts[0].cols.len();
+        let is_quantizable = matrix.parts.iter().all(|part| part.weight.may_be_quantized());
+        let bytes = ColumnGroups::common(groups).and_then(|groups| match is_gpu {
+            false => Some(int4::bytes(rows as u64, cols as u64, groups.count() as u64)),
+            true => {
+                let block = groups.block().filter(|_| is_quantizable)?;
+                Some(int4::packed_bytes(rows, cols, block) as u64)
+            }
+        });
+        let Some(bytes) = bytes else {
+            sizes.dequantized += stored;
+            continue;
+        };
+        let elements = matrix.elements() as u64;
+        sizes.packed_elements += elements;
+        sizes.packed_bytes += bytes;
+        sizes.largest_elements = sizes.largest_elements.max(elements);
+    }
+    sizes
 }
 
 impl<'a> Int4Tensors<'a> {

@@ -217,6 +217,7 @@ impl CheckedSettings {
             },
             limits: UpdateLimits {
                 cpu: loaded.cpu,
+                int4_layout: loaded.int4_layout,
                 host_bytes: loaded.host_bytes,
                 share: MemoryShare::of_node(config.node.nodes_per_container),
             },

@@ -9,7 +9,7 @@ use std::{
 
 use engine::{
     defaults,
-    executor::{PrepareError, WeightUpdate, cuda::check_formats},
+    executor::{PrepareError, WeightUpdate},
 };
 use kernels::{Shard, WeightFormat};
 use model::{Checkpoint, LoadFormat, ModelConfig, ModelError, StoredWeight};
@@ -69,6 +69,8 @@ impl CpuPacking {
 pub(crate) struct UpdateLimits {
     /// `None`: the node computes on GPUs.
     pub cpu: Option<CpuPacking>,
+    /// [`Checkpoint::int4_layout`] of the weights in use.
+    pub int4_layout: u64,
     /// Host memory in use.
     pub host_bytes: HostBytes,
     /// The node's share of host memory.
@@ -98,11 +100,15 @@ pub(super) fn receive(
         let path = path.display().to_string();
         return Err(ReceiveError::OtherModel { path, field, found, wanted });
     }
-    let UpdateLimits { cpu, host_bytes, share } = limits;
+    let UpdateLimits { cpu, int4_layout, host_bytes, share } = limits;
     match cpu {
-        None => {
-            check_formats(&checkpoint).map_err(|error| PrepareError::Device(error.to_string()))?
+        // Packed weights of a GPU keep their addresses.
+        None if checkpoint.int4_layout() != int4_layout => {
+            let reason = "other matrices are in INT4 or have other groups; expected those of the \
+                          weights in use";
+            return Err(PrepareError::Device(reason.to_owned()).into());
         }
+        None => {}
         Some(cpu) if !update.is_in_place() => {
             memory_limit::check_second_copy(share, host_bytes, cpu.bytes(&checkpoint))?;
         }
@@ -351,22 +357,24 @@ mod tests {
     }
 
     #[test]
-    fn gpus_refuse_weights_in_int4_before_they_release_theirs() {
+    fn gpus_refuse_other_matrices_in_int4_before_they_release_theirs() {
         let folder = tempfile::tempdir().unwrap();
         write_int4(folder.path());
         let model = Checkpoint::open(folder.path(), LoadFormat::Auto).unwrap();
-        let receive = |cpu| {
-            let limits = UpdateLimits { cpu, ..UpdateLimits::default() };
-            let release = || match cpu {
-                Some(_) => Ok(()),
-                None => panic!("the weights in use are kept"),
+        let receive = |limits: UpdateLimits, is_released: bool| {
+            let release = || match is_released {
+                true => Ok(()),
+                false => panic!("the weights in use are kept"),
             };
             let cancelled = CancellationToken::new();
             receive(folder.path(), (model.config(), limits), &Device(None), &release, &cancelled)
         };
-        let error = receive(None).unwrap_err().to_string();
-        assert!(error.contains("the format of the model's matrices is INT4"), "{error}");
-        receive(Some(CpuPacking { weights: WeightFormat::F32, shard: Shard::WHOLE })).unwrap();
+        let plain = UpdateLimits::default();
+        let error = receive(plain, false).unwrap_err().to_string();
+        assert!(error.contains("other matrices are in INT4 or have other groups"), "{error}");
+        let cpu = Some(CpuPacking { weights: WeightFormat::F32, shard: Shard::WHOLE });
+        receive(UpdateLimits { cpu, ..plain }, true).unwrap();
+        receive(UpdateLimits { int4_layout: model.int4_layout(), ..plain }, true).unwrap();
     }
 
     #[test]
@@ -384,7 +392,8 @@ mod tests {
         // The process may use 1 TiB, of which KV leaves the weights in use and the smaller copy.
         let share = MemoryShare { limit: 1 << 40, nodes_per_container: 1 };
         let host_bytes = HostBytes { weights: small, kv: (1 << 40) - 2 * small };
-        let limits = UpdateLimits { cpu: Some(cpu), host_bytes, share: Some(share) };
+        let limits =
+            UpdateLimits { cpu: Some(cpu), int4_layout: 0, host_bytes, share: Some(share) };
         let receive = |folder: &Path| {
             let cancelled = CancellationToken::new();
             receive(folder, (model.config(), limits), &Shadow, &|| Ok(()), &cancelled)

@@ -13,14 +13,20 @@ use model::Checkpoint;
 
 use super::CudaExecutorError;
 
-/// Checks that there are kernels on GPUs for the formats of the matrices.
-pub fn check_formats(checkpoint: &Checkpoint) -> Result<(), CudaExecutorError> {
-    if checkpoint.has_int4() {
-        let what = "the format of the model's matrices";
-        let allowed = "F32, F16, BF16, FP8 or MXFP4 on GPUs, or node.device = \"cpu\"";
-        return Err(CudaError::Unsupported { what, value: "INT4".to_owned(), allowed }.into());
-    }
-    Ok(())
+/// Checks that there are kernels on GPUs for matrices in INT4, if the model has such matrices.
+fn check_int4(checkpoint: &Checkpoint, compute: u32) -> Result<(), CudaExecutorError> {
+    let (what, value, allowed) = if !checkpoint.has_int4() {
+        return Ok(());
+    } else if checkpoint.config().experts().is_some() {
+        let what = "the format of the matrices of a model with experts";
+        (what, "INT4".to_owned(), "F32, F16, BF16, FP8 or MXFP4 on GPUs, or node.device = \"cpu\"")
+    } else if compute != 90 {
+        let what = "the compute capability of a GPU for matrices in INT4";
+        (what, format!("{}.{}", compute / 10, compute % 10), "9.0, or node.device = \"cpu\"")
+    } else {
+        return Ok(());
+    };
+    Err(CudaError::Unsupported { what, value, allowed }.into())
 }
 
 /// Checks that there are kernels on GPUs for the mixers of the layers.
@@ -43,7 +49,7 @@ pub fn check_model(
 ) -> Result<(), CudaExecutorError> {
     let (config, weights) = (checkpoint.config(), options.weights);
     config.check_shard(shard)?;
-    check_formats(checkpoint)?;
+    check_int4(checkpoint, compute)?;
     check_mixers(checkpoint)?;
     check_kv_format(config.head_shape_of(shard), options, compute)?;
     if let Some(experts) = config.experts() {
@@ -296,21 +302,52 @@ mod tests {
     }
 
     #[test]
-    fn matrices_in_int4_are_refused_on_gpus_and_stay_packed_on_cpus() {
+    fn matrices_in_int4_stay_packed_with_weights_in_bf16() {
         let folder = tempfile::tempdir().unwrap();
         let checkpoint = write_int4(folder.path());
-        for format in [WeightFormat::Bf16, WeightFormat::Fp8] {
+        for format in [WeightFormat::Bf16, WeightFormat::Fp8, WeightFormat::F32] {
             let options = CudaOptions::new(format);
-            let checked = check_model(&checkpoint, Shard::WHOLE, (&options, 90));
-            assert_eq!(
-                checked.unwrap_err().to_string(),
-                "cannot run the kernels: the format of the model's matrices is INT4; \
-                 expected F32, F16, BF16, FP8 or MXFP4 on GPUs, or node.device = \"cpu\""
-            );
+            check_model(&checkpoint, Shard::WHOLE, (&options, 90)).unwrap();
         }
-        let formats = (WeightFormat::Bf16, KvFormat::Bf16);
-        let bytes = |is_gpu| ModelSizes::of(&checkpoint, Shard::WHOLE, formats, is_gpu).weights;
+        let bytes = |weights: WeightFormat, is_gpu| {
+            let formats = (weights, weights.kv_format());
+            ModelSizes::of(&checkpoint, Shard::WHOLE, formats, is_gpu).weights
+        };
         let elements = 2 * (4 * 64 * 64 + 3 * 64 * 128);
-        assert_eq!(bytes(true) - bytes(false), elements * 2 - elements / 2 - elements / 32 * 5);
+        let packed = |weights: WeightFormat, is_gpu| {
+            let plain = weights.bytes(checkpoint.config().parameter_count());
+            plain - bytes(weights, is_gpu)
+        };
+        let of_cpu = elements * 2 - elements / 2 - elements / 32 * 5;
+        assert_eq!(packed(WeightFormat::Bf16, false), of_cpu);
+        // Rows of 64 columns take a chunk of 128, with 512 bytes of numbers and 128 of scales. The
+        // largest matrix, gate and up, is widened.
+        let chunks = 2 * (4 * 8 + 2 * 16 + 8) * (512 + 128);
+        let widened = 2 * 128 * 64 * 2;
+        assert_eq!(packed(WeightFormat::Bf16, true), elements * 2 - chunks - widened);
+        assert_eq!(packed(WeightFormat::F32, true), 0);
+    }
+
+    #[test]
+    fn matrices_in_int4_without_kernels_are_refused() {
+        let config = |architecture: &str| {
+            json!({
+                "architectures": [architecture], "hidden_size": 64, "intermediate_size": 96,
+                "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+                "vocab_size": 200, "num_experts": 8, "num_experts_per_tok": 2,
+                "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32,
+                    "version": "gemm", "zero_point": true}
+            })
+        };
+        let dense = config("LlamaForCausalLM");
+        assert_eq!(refusal(&dense, (WeightFormat::Bf16, 90)), "");
+        let error = refusal(&dense, (WeightFormat::Bf16, 89));
+        let expected =
+            "of a GPU for matrices in INT4 is 8.9; expected 9.0, or node.device = \"cpu\"";
+        assert!(error.ends_with(expected), "{error}");
+        let error = refusal(&config("Qwen3MoeForCausalLM"), (WeightFormat::Bf16, 90));
+        let expected = "the matrices of a model with experts is INT4; expected F32, F16, BF16, FP8 \
+                        or MXFP4 on GPUs, or node.device = \"cpu\"";
+        assert!(error.ends_with(expected), "{error}");
     }
 }

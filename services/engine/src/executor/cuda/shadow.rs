@@ -25,6 +25,7 @@ use super::{
 pub(super) struct CudaShadow {
     packer: CudaPacker,
     config: ModelConfig,
+    has_int4: bool,
     is_in_place: bool,
     /// Whether the packer holds complete weights that are not in use.
     is_prepared: AtomicBool,
@@ -37,7 +38,8 @@ impl CudaShadow {
         backend: &CudaBackend,
         chunks: (usize, usize),
     ) -> Result<Arc<Self>, CudaError> {
-        Ok(Self::with(CudaPacker::new(backend, chunks)?, config, false))
+        let packer = CudaPacker::new(backend, chunks)?;
+        Ok(Self::with(packer, config, (backend.has_int4(), false)))
     }
 
     /// Lets updates overwrite the weights of `backend`.
@@ -46,12 +48,17 @@ impl CudaShadow {
         backend: &CudaBackend,
         chunks: (usize, usize),
     ) -> Result<Arc<Self>, CudaError> {
-        Ok(Self::with(CudaPacker::in_place(backend, chunks)?, config, true))
+        let packer = CudaPacker::in_place(backend, chunks)?;
+        Ok(Self::with(packer, config, (backend.has_int4(), true)))
     }
 
-    fn with(packer: CudaPacker, config: &ModelConfig, is_in_place: bool) -> Arc<Self> {
-        let is_prepared = AtomicBool::new(false);
-        Arc::new(Self { packer, config: config.clone(), is_in_place, is_prepared })
+    fn with(
+        packer: CudaPacker,
+        config: &ModelConfig,
+        (has_int4, is_in_place): (bool, bool),
+    ) -> Arc<Self> {
+        let (config, is_prepared) = (config.clone(), AtomicBool::new(false));
+        Arc::new(Self { packer, config, has_int4, is_in_place, is_prepared })
     }
 
     /// Enqueues a copy of the prepared weights over the weights in use, unless they are in place
@@ -93,6 +100,10 @@ impl WeightUpdate for CudaShadow {
         }
         if self.config.has_mxfp4_experts() {
             let found = "the node's experts are in MXFP4";
+            return Err(PrepareError::Unsupported { found, expected: "files (disk or tcp)" });
+        }
+        if self.has_int4 {
+            let found = "the node's weights are in INT4";
             return Err(PrepareError::Unsupported { found, expected: "files (disk or tcp)" });
         }
         self.discard();
