@@ -114,9 +114,11 @@ pub(crate) struct PrefixCache {
     states: HashMap<BlockHash, StateEntry>,
     /// The keys of the states whose blocks these are.
     state_keys: HashMap<BlockId, BlockHash>,
-    /// Changes of the first KV group since the last [`Self::take_changes`]: at most one per key,
-    /// which bounds the map when no caller takes them. Ordered, so that equal inputs give equal
-    /// outputs.
+    /// Whether a prefix hit needs a cached state. Then the cache reports its states.
+    pub(crate) needs_states: bool,
+    /// Changes of the states, or else of the first KV group's blocks, since the last
+    /// [`Self::take_changes`]: at most one per key, which bounds the map when no caller takes them.
+    /// Ordered, so that equal inputs give equal outputs.
     changes: BTreeMap<BlockHash, CacheChange>,
 }
 
@@ -183,7 +185,7 @@ impl PrefixCache {
         self.entries.insert(key, PrefixEntry { block, group, parent, tokens });
         let before = self.keys.insert(block, key);
         debug_assert_eq!(before, None, "block {} already had contents", block.0);
-        self.note((key, group), CacheChange::Added(key));
+        self.note_block(group, CacheChange::Added(key));
         true
     }
 
@@ -219,6 +221,7 @@ impl PrefixCache {
         let (parent, tokens) = (chain.parent(blocks - 1), *block_tokens(tokens, blocks - 1));
         self.states.insert(key, StateEntry { blocks: state.to_vec(), parent, tokens });
         self.state_keys.extend(state.iter().map(|&block| (block, key)));
+        self.note(CacheChange::Added(key));
         true
     }
 
@@ -231,6 +234,7 @@ impl PrefixCache {
     pub(crate) fn remove_state(&mut self, key: BlockHash) -> Vec<BlockId> {
         let Some(StateEntry { blocks, .. }) = self.states.remove(&key) else { return Vec::new() };
         blocks.iter().for_each(|block| _ = self.state_keys.remove(block));
+        self.note(CacheChange::Evicted(key));
         blocks
     }
 
@@ -242,15 +246,19 @@ impl PrefixCache {
         if let Some(key) = self.keys.remove(&block)
             && let Some(entry) = self.entries.remove(&key)
         {
-            self.note((key, entry.group), CacheChange::Evicted(key));
+            self.note_block(entry.group, CacheChange::Evicted(key));
         }
         Vec::new()
     }
 
-    /// Returns the keys of all cached blocks of the first KV group in ascending order.
+    /// Returns the keys that routers know, in ascending order: of all cached blocks of the first KV
+    /// group, or of the blocks after which the state is cached.
     pub(crate) fn hashes(&self) -> Vec<BlockHash> {
         let first = self.entries.iter().filter(|(_, entry)| entry.group == 0);
-        let mut hashes: Vec<_> = first.map(|(key, _)| *key).collect();
+        let mut hashes: Vec<_> = match self.needs_states {
+            true => self.states.keys().copied().collect(),
+            false => first.map(|(key, _)| *key).collect(),
+        };
         hashes.sort_unstable();
         hashes
     }
@@ -277,11 +285,16 @@ impl PrefixCache {
         self.entries.len() + self.state_keys.len()
     }
 
-    /// Records a change; a change and its opposite cancel.
-    fn note(&mut self, (hash, group): (BlockHash, usize), change: CacheChange) {
-        if group > 0 {
-            return;
+    /// Records a change of a group's block.
+    fn note_block(&mut self, group: usize, change: CacheChange) {
+        if group == 0 && !self.needs_states {
+            self.note(change);
         }
+    }
+
+    /// Records a change; a change and its opposite cancel.
+    fn note(&mut self, change: CacheChange) {
+        let (CacheChange::Added(hash) | CacheChange::Evicted(hash)) = change;
         match self.changes.get(&hash) {
             Some(&noted) if noted != change => {
                 self.changes.remove(&hash);

@@ -145,6 +145,7 @@ impl Scheduler {
         assert!(self.tiers.is_none(), "the KV groups are set before the tiers");
         if groups.state_entries() > 0 {
             assert_eq!(self.config.limits.speculation, None, "a state after draft tokens");
+            self.kv.cache.needs_states = true;
         }
         self.kv.groups = groups;
         self

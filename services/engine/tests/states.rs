@@ -13,7 +13,7 @@ use common::{
 };
 use engine::{
     SchedulerConfig,
-    event::{NewSequence, SequenceId, SequenceKind},
+    event::{CacheChange, NewSequence, SequenceId, SequenceKind},
     executor::Executor,
 };
 use kernels::{KvGroups, sampling::Sampling};
@@ -77,6 +77,28 @@ fn a_third_prompt_is_cached_up_to_where_the_first_two_differ() {
         assert_eq!(run_alone(&mut node, new).0, cached, "prompt {id}");
     }
     node.assert_all_returned();
+}
+
+/// A router finds the longest hit by the last key of a prompt that it knows.
+#[test]
+fn routers_know_the_blocks_after_which_a_state_is_cached() {
+    let mut node = node(120);
+    let prompt = |family| [family_tokens(1, 70), family_tokens(family, 50)].concat();
+    for id in 2..5 {
+        let new = compute(id, &node, prompt(id as u32), 2);
+        run_alone(&mut node, new);
+    }
+    let mut known = node.engine.scheduler().cached_hashes();
+    // Each prompt's end, and where they part.
+    assert_eq!(known.len(), 4);
+    let mut added = Vec::new();
+    for change in node.engine.scheduler_mut().take_cache_changes() {
+        let CacheChange::Added(key) = change else { panic!("{change:?}") };
+        added.push(key);
+    }
+    known.sort_unstable();
+    added.sort_unstable();
+    assert_eq!(added, known);
 }
 
 #[test]

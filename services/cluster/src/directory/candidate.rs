@@ -209,7 +209,10 @@ impl AttemptLoad {
         let block_size = identity.block_size;
         let keys = requirements.prefix.iter().find(|keys| keys.are_of(identity));
         let keys = keys.map_or(&[][..], PrefixKeys::keys);
-        let resident = resident_prefix(keys, &seen.cached, *resident_guess);
+        let resident = match seen.record.state_blocks {
+            0 => resident_prefix(keys, &seen.cached, *resident_guess),
+            _ => last_state(keys, &seen.cached),
+        };
         *resident_guess = resident;
         let (loaded, load_ms) = tier_hits(seen, &keys[resident..]);
         let hits = resident + loaded;
@@ -272,6 +275,12 @@ fn resident_prefix(keys: &[u128], cached: &HashSet<u128>, guess: usize) -> usize
     }
 }
 
+/// Returns the number of leading `keys` up to the last one that is in `cached`: a node whose
+/// sequences have recurrent states reports the keys after which a state is cached.
+fn last_state(keys: &[u128], cached: &HashSet<u128>) -> usize {
+    keys.iter().rposition(|key| cached.contains(key)).map_or(0, |index| index + 1)
+}
+
 /// Returns the number of blocks of prompt, answer and recurrent state for which the attempt needs
 /// memory at its start, if each KV group has `resident` blocks cached. A decode node is assumed to
 /// receive the prompt's KV, which has no blocks behind a window, unless it must prefill.
@@ -312,6 +321,14 @@ fn tier_hits(seen: &NodeReports, keys: &[u128]) -> (usize, f64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn hit_of_a_model_with_states_ends_at_the_last_known_key() {
+        let keys: Vec<u128> = (0..10).collect();
+        for (cached, hit) in [(vec![], 0), (vec![4], 5), (vec![0, 6, 20], 7), (vec![9], 10)] {
+            assert_eq!(last_state(&keys, &cached.into_iter().collect()), hit);
+        }
+    }
 
     #[test]
     fn resident_prefix_is_found_from_every_guess() {
