@@ -17,7 +17,10 @@ use super::{
     step::{CpuStep, SequenceRows},
     threads::ThreadPool,
 };
-use crate::{backend::GatedDelta, layout::LaneHead};
+use crate::{
+    backend::GatedDelta,
+    layout::{LaneHead, StatePlaces},
+};
 
 /// Rows that go through the convolution before their recurrence.
 const TILE_ROWS: usize = 64;
@@ -60,22 +63,36 @@ pub(crate) fn gated_delta(
             let rows = TILE_ROWS.min(sequence.rows.end - first);
             task.run_tile(level, first, rows, &mut states, &out);
         }
-        task.store(&states);
+        task.store(&mut states);
     });
 }
 
 /// Rows of one sequence for one key head and its value heads.
 struct Task<'a> {
     input: &'a DeltaInput<'a>,
-    step: &'a CpuStep,
-    sequence: &'a SequenceRows,
-    /// Lane of the recurrent state.
-    lane: usize,
+    places: StatePlaces,
+    rows: StateRows<'a>,
     /// The first value head.
     first_value: usize,
     queries: ConvHead,
     keys: ConvHead,
     values: Vec<ConvHead>,
+}
+
+/// The rows of a sequence's recurrent state that belong to the heads of a task.
+struct StateRows<'a> {
+    step: &'a CpuStep,
+    sequence: &'a SequenceRows,
+    lane: usize,
+}
+
+impl StateRows<'_> {
+    /// Returns `len` elements of a row of the lane.
+    fn get(&mut self, row: usize, len: usize) -> &mut [f32] {
+        // SAFETY: a row belongs to one head, and one task has this head of this sequence. The
+        // borrow of `self` ends before the task gets another row.
+        unsafe { self.step.state_row(self.sequence, (self.lane, row), len) }
+    }
 }
 
 /// A head of queries, keys or values, which go through the convolution.
@@ -102,7 +119,7 @@ impl ConvHead {
         Self { head, column, dim, kernel, inputs: Vec::new(), outputs: Vec::new() }
     }
 
-    /// Number of elements of the past inputs.
+    /// Returns the number of elements of the past inputs.
     fn kept(&self) -> usize {
         self.kernel.len() - self.dim
     }
@@ -129,7 +146,8 @@ impl<'a> Task<'a> {
         key_head: usize,
     ) -> Self {
         let shape = input.delta.shape;
-        let lane = step.state_places().lane;
+        let places = step.state_places();
+        let lane = places.lane;
         let (key, key_dim, value_dim) = (key_head % lane.key_heads, shape.key_dim, shape.value_dim);
         let of_key = |head: LaneHead, first: usize| {
             ConvHead::new(input, head, first + key_head * key_dim, key_dim)
@@ -141,9 +159,8 @@ impl<'a> Task<'a> {
         let ratio = shape.value_heads / shape.key_heads;
         Self {
             input,
-            step,
-            sequence,
-            lane: key_head / lane.key_heads,
+            places,
+            rows: StateRows { step, sequence, lane: key_head / lane.key_heads },
             first_value: key_head * ratio,
             queries: of_key(LaneHead::Query(key), 0),
             keys: of_key(LaneHead::Key(key), shape.key_width()),
@@ -151,68 +168,52 @@ impl<'a> Task<'a> {
         }
     }
 
-    /// Returns a row of the recurrent state.
-    #[allow(clippy::mut_from_ref)] // The rows of a task belong to this task alone.
-    fn state_row(&self, row: usize, len: usize) -> &mut [f32] {
-        // SAFETY: a row belongs to one head of one sequence, and one task has this head. The task
-        // uses one row at a time.
-        unsafe { self.step.state_row(self.sequence, (self.lane, row), len) }
-    }
-
     /// Gathers states and past inputs; zeros at the start of a sequence.
     fn load(&mut self, states: &mut DeltaScratch) {
-        let (shape, layer) = (self.input.delta.shape, self.input.delta.layer);
-        let places = self.step.state_places();
+        let DeltaInput { delta: GatedDelta { layer, shape, .. }, .. } = *self.input;
         let strips = shape.value_dim.div_ceil(STRIP);
         states.clear();
         states.resize(self.values.len() * strips * shape.key_dim, [0.0; STRIP]);
-        let is_start = self.sequence.first_position == 0;
-        let inputs = |conv: &ConvHead| match is_start {
-            true => vec![0.0; conv.kept()],
-            false => {
-                let rows = places.conv_rows(layer, conv.head);
-                rows.flat_map(|row| self.state_row(row, conv.dim).iter().copied()).collect()
-            }
-        };
-        let (queries, keys) = (inputs(&self.queries), inputs(&self.keys));
-        let values: Vec<_> = self.values.iter().map(inputs).collect();
-        if !is_start {
-            for (conv, states) in
-                self.values.iter().zip(states.chunks_exact_mut(strips * shape.key_dim))
-            {
-                let LaneHead::Value(head) = conv.head else { unreachable!("a head of values") };
-                for (key, row) in places.state_rows(layer, head).enumerate() {
-                    let strips = states.iter_mut().skip(key).step_by(shape.key_dim);
-                    for (to, from) in strips.zip(self.state_row(row, shape.value_dim).chunks(STRIP))
-                    {
-                        to[..from.len()].copy_from_slice(from);
-                    }
+        let is_start = self.rows.sequence.first_position == 0;
+        let Self { places, rows, queries, keys, values, .. } = self;
+        for conv in [queries, keys].into_iter().chain(values) {
+            conv.inputs.resize(conv.kept(), 0.0);
+            if !is_start {
+                let past = conv.inputs.chunks_exact_mut(conv.dim);
+                for (row, past) in places.conv_rows(layer, conv.head).zip(past) {
+                    past.copy_from_slice(rows.get(row, conv.dim));
                 }
             }
         }
-        (self.queries.inputs, self.keys.inputs) = (queries, keys);
-        self.values.iter_mut().zip(values).for_each(|(conv, inputs)| conv.inputs = inputs);
+        if !is_start {
+            self.each_strip(states, |strip, stored| strip.copy_from_slice(stored));
+        }
     }
 
     /// Scatters states and past inputs.
-    fn store(&self, states: &DeltaScratch) {
-        let (shape, layer) = (self.input.delta.shape, self.input.delta.layer);
-        let places = self.step.state_places();
-        for conv in [&self.queries, &self.keys].into_iter().chain(&self.values) {
-            let past = &conv.inputs[conv.inputs.len() - conv.kept()..];
-            for (row, past) in places.conv_rows(layer, conv.head).zip(past.chunks_exact(conv.dim)) {
-                self.state_row(row, conv.dim).copy_from_slice(past);
+    fn store(&mut self, states: &mut DeltaScratch) {
+        self.each_strip(states, |strip, stored| stored.copy_from_slice(strip));
+        let (layer, Self { places, rows, queries, keys, values, .. }) =
+            (self.input.delta.layer, self);
+        for conv in [queries, keys].into_iter().chain(values) {
+            let past = conv.inputs[conv.inputs.len() - conv.kept()..].chunks_exact(conv.dim);
+            for (row, past) in places.conv_rows(layer, conv.head).zip(past) {
+                rows.get(row, conv.dim).copy_from_slice(past);
             }
         }
+    }
+
+    /// Calls `copy` with the elements of a row of a strip, and with the same elements of the
+    /// recurrent state.
+    fn each_strip(&mut self, states: &mut DeltaScratch, copy: impl Fn(&mut [f32], &mut [f32])) {
+        let DeltaInput { delta: GatedDelta { layer, shape, .. }, .. } = *self.input;
         let strips = shape.value_dim.div_ceil(STRIP);
-        for (conv, states) in self.values.iter().zip(states.chunks_exact(strips * shape.key_dim)) {
-            let LaneHead::Value(head) = conv.head else { unreachable!("a head of values") };
-            for (key, row) in places.state_rows(layer, head).enumerate() {
-                let strips = states.iter().skip(key).step_by(shape.key_dim);
-                for (to, from) in self.state_row(row, shape.value_dim).chunks_mut(STRIP).zip(strips)
-                {
-                    to.copy_from_slice(&from[..to.len()]);
-                }
+        let heads = self.first_value % self.places.lane.value_heads..;
+        for (head, states) in heads.zip(states.chunks_exact_mut(strips * shape.key_dim)) {
+            for (key, row) in self.places.state_rows(layer, head).enumerate() {
+                let strips = states.iter_mut().skip(key).step_by(shape.key_dim);
+                let stored = self.rows.get(row, shape.value_dim).chunks_mut(STRIP);
+                strips.zip(stored).for_each(|(strip, it)| copy(&mut strip[..it.len()], it));
             }
         }
     }

@@ -54,6 +54,23 @@ fn kv_covers_layers_with_attention_and_the_groups_name_the_state() {
 }
 
 #[test]
+fn layers_without_types_have_attention_at_an_interval() {
+    let folder = tempfile::tempdir().unwrap();
+    for (interval, expected) in [(json!(null), vec![3, 7]), (json!(3), vec![2, 5])] {
+        let mut config = config("qwen3_next");
+        let changes = json!({"layer_types": null, "full_attention_interval": interval,
+            "num_hidden_layers": 8});
+        config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        let path = folder.path().join("config.json");
+        fs::write(&path, config.to_string()).unwrap();
+        let checkpoint = Checkpoint::open(&path, LoadFormat::Dummy { seed: 1 }).unwrap();
+        let layers = checkpoint.config().layers.iter().enumerate();
+        let found: Vec<_> = layers.filter(|(_, layer)| layer.attention().is_some()).collect();
+        assert_eq!(found.iter().map(|(index, _)| *index).collect::<Vec<_>>(), expected);
+    }
+}
+
+#[test]
 fn chunks_at_every_boundary_change_no_bit() {
     let tokens = tokens(40);
     for name in FOLDERS {
