@@ -135,12 +135,28 @@ struct OwnWeights {
   }
 };
 
+// Stores a warp's part of a tile's sums.
+template <int NT, int MT>
+__device__ __forceinline__ void store_sums(float* sums, const float (&acc)[NT / 2][MT][4]) {
+  constexpr int kHalf = NT * 4, kPitch = NT * 8 + 4;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#pragma unroll
+  for (int t = 0; t < NT / 2; ++t) {
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+      float* at = sums + (warp * MT * 8 + m * 8 + 2 * (lane & 3)) * kPitch + t * 8 + (lane >> 2);
+      at[0] = acc[t][m][0], at[kPitch] = acc[t][m][1];
+      at[kHalf] = acc[t][m][2], at[kPitch + kHalf] = acc[t][m][3];
+    }
+  }
+}
+
 template <int SETS, int NT, int MT, int EPI>
 __global__ void __launch_bounds__(kThreads, 1)
     int4_gemm_kernel(const __grid_constant__ GemmArgs<false> args, int tiles) {
   const baton_skinny_gemm_args& p = args.get();
   using S = Shape<SETS, NT, MT>;
-  constexpr int R = NT * 8, kChunk = kChunkBytes<SETS>, kPitch = R + 4;
+  constexpr int R = NT * 8, kChunk = kChunkBytes<SETS>;
   extern __shared__ __align__(128) char smem[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
   const char* mine = smem + warp * (S::kStages * S::kStageBytes);
@@ -231,15 +247,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         own.add(x, acc[t]);
       }
     }
-#pragma unroll
-    for (int t = 0; t < NT / 2; ++t) {
-#pragma unroll
-      for (int m = 0; m < MT; ++m) {
-        float* at = sums + (warp * MT * 8 + m * 8 + 2 * c) * kPitch + t * 8 + g;
-        at[0] = acc[t][m][0], at[kPitch] = acc[t][m][1];
-        at[R / 2] = acc[t][m][2], at[kPitch + R / 2] = acc[t][m][3];
-      }
-    }
+    store_sums<NT, MT>(sums, acc);
     __syncthreads();
     finish_tile<Int4Weight, NT, MT, EPI>(p, tile, tiles, sums, scales);
     __syncthreads();
