@@ -511,7 +511,7 @@ fn check(
     let groups = config.kv_groups(found.format);
     let groups = match groups.block_layout(whole).layer_count == found.layer_count {
         true => groups,
-        false => KvGroups::whole(config.layer_count),
+        false => KvGroups::whole(config.kv_layer_count()),
     };
     let wanted = groups.block_layout(whole);
     let heads = shard.part(wanted.kv_head_count);
