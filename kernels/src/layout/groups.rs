@@ -8,7 +8,8 @@
 //!
 //! A sequence of a model with recurrent layers has a state, which a step replaces by the state
 //! after its tokens. The state is in blocks of the same pool, and their entries come before all
-//! others in the block table. A table without tokens is empty.
+//! others in the block table. The table of a sequence without
+//! tokens has no entries, not even those of the state.
 
 use std::{
     cmp::Reverse, collections::BTreeMap, fmt, iter, mem, num::NonZeroUsize, ops::Range, sync::Arc,
@@ -92,8 +93,8 @@ impl KvGroups {
     /// Returns the groups of a model whose sequences have a state of this many blocks.
     ///
     /// # Panics
-    /// When a group has a window, with which a cached prefix that ends at a cached state may lack
-    /// blocks.
+    /// When a group has a window: a hit is cut to the last cached state, and there the window may
+    /// need blocks that are no longer cached.
     pub fn with_state_entries(self, state_entries: usize) -> Self {
         assert!(state_entries == 0 || !self.has_windows(), "a state beside windows");
         Self { state_entries, ..self }

@@ -230,6 +230,11 @@ fn start(
         "prompt and answer have {sequence_tokens} tokens; the model has at most {}",
         config.context_tokens
     );
+    ensure!(
+        config.state_shape().is_none(),
+        "family {}: linear attention drafts no tokens; expected a model without",
+        config.family.name()
+    );
     let limits = ExecutorLimits {
         slots: args.batch,
         step_tokens: 512,

@@ -26,8 +26,8 @@ pub(crate) struct CachedPrefix {
 pub(crate) struct CachedState {
     /// The state after the prefix; empty without a state or a prefix.
     pub(crate) blocks: Vec<BlockId>,
-    /// Number of leading full blocks whose KV is cached. Earlier sequences went on differently
-    /// after them.
+    /// Number of leading full blocks with cached KV. The row saves its state after them, because
+    /// other prompts may begin alike.
     pub(crate) shared_blocks: usize,
 }
 
@@ -168,17 +168,20 @@ impl KvBlocks {
         self.release(blocks);
     }
 
-    /// Adds the state after the first `blocks` full blocks of `tokens` to the prefix cache.
+    /// Adds the state after the first `blocks` full blocks of `tokens` to the prefix cache. Returns
+    /// false when this state is cached already.
     pub(crate) fn publish_state(
         &mut self,
         chain: &HashChain,
         tokens: &[u32],
         blocks: usize,
         state: &[BlockId],
-    ) {
-        if self.caching && self.cache.insert_state(chain, tokens, blocks, state) {
+    ) -> bool {
+        let is_new = self.caching && self.cache.insert_state(chain, tokens, blocks, state);
+        if is_new {
             state.iter().for_each(|&block| self.pool.retain(block));
         }
+        is_new
     }
 
     /// Removes the state after the block with this key from the prefix cache.

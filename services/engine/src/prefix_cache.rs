@@ -110,7 +110,7 @@ pub(crate) struct PrefixCache {
     /// By the key of the group's block.
     entries: HashMap<BlockHash, PrefixEntry>,
     keys: HashMap<BlockId, BlockHash>,
-    /// By the key of the block after which the state is.
+    /// By the key of the last block that the state includes.
     states: HashMap<BlockHash, StateEntry>,
     /// The keys of the states whose blocks these are.
     state_keys: HashMap<BlockId, BlockHash>,

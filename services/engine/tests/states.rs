@@ -109,11 +109,17 @@ fn a_state_is_evicted_as_a_whole() {
         let new = compute(id, &node, family_tokens(id as u32 % 3, 60 + id as usize), 3);
         run_alone(&mut node, new);
     }
+    let changes = node.engine.scheduler_mut().take_cache_changes();
+    let known = node.engine.scheduler().cached_hashes();
+    // Changes of one key cancel, so only states that are still cached are left.
+    assert!(changes.iter().all(|it| matches!(it, CacheChange::Added(key) if known.contains(key))));
+    assert!(known.len() < 39, "no state was evicted");
     node.assert_all_returned();
 }
 
+/// The node compares every token with those of a sequence alone.
 #[test]
-fn preempted_sequences_continue_from_their_last_state() {
+fn preempted_sequences_give_the_same_tokens() {
     let mut node = node(40);
     let ids: Vec<_> = (1..=4).map(SequenceId).collect();
     for id in &ids {
@@ -208,15 +214,16 @@ fn states_are_handed_over_with_the_kv() {
         }
         pair.run();
     }
-    let mut moved = 0;
+    let (mut moved, mut hits) = (0, 0);
     for new in &all {
         for round in 0..2 {
             let answer = &pair.answers[&SequenceId(new.id.0 + 100 * round)];
             let ids: Vec<_> = expected[&new.id].iter().map(|(id, _)| *id).collect();
             assert_eq!(answer.ids(), ids, "{:?} of round {round}", new.id);
             moved += u32::from(answer.blocks_moved > 0);
+            hits += u32::from(round == 1 && answer.cached_at_prefill > 0);
         }
     }
-    assert!(moved > 12, "{moved} prompts were handed over");
+    assert!(moved > 12 && hits > 0, "{moved} prompts were handed over, {hits} hits");
     pair.assert_all_returned();
 }

@@ -45,7 +45,7 @@ pub enum SettingsError {
     TooFewBlocks { bytes: u64, blocks: u64, block_bytes: usize },
     #[error(
         "cannot hold the KV of 16 tokens in {blocks} KV blocks; expected at least {}, one for each KV \
-         group of the model and {state} for the state of a sequence (node.kv_memory or node.blocks)",
+         group of the model and {state} for its recurrent state (node.kv_memory or node.blocks)",
         groups + state
     )]
     TooFewForGroups { blocks: u32, groups: usize, state: usize },

@@ -278,6 +278,9 @@ fn resident_prefix(keys: &[u128], cached: &HashSet<u128>, guess: usize) -> usize
 /// Returns the number of leading `keys` up to the last one that is in `cached`: a node whose
 /// sequences have recurrent states reports the keys after which a state is cached.
 fn last_state(keys: &[u128], cached: &HashSet<u128>) -> usize {
+    if cached.is_empty() {
+        return 0;
+    }
     keys.iter().rposition(|key| cached.contains(key)).map_or(0, |index| index + 1)
 }
 
@@ -302,7 +305,10 @@ fn blocks(
         // A window that begins within a block spans one more block.
         (true, window) => u64::from(blocks.min(window.div_ceil(block_size).saturating_add(1))),
     };
-    record.kv_windows.iter().map(of_group).sum::<u64>() + u64::from(record.state_blocks)
+    // A sequence that computes after a cached state holds this state, too, until its first step.
+    let states = if resident > 0 && !receives { 2 } else { 1 };
+    let state_blocks = states * u64::from(record.state_blocks);
+    record.kv_windows.iter().map(of_group).sum::<u64>() + state_blocks
 }
 
 /// Returns how many blocks the node loads from its tiers, and the time of the load in milliseconds;

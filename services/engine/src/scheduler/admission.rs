@@ -343,6 +343,7 @@ impl Scheduler {
             let table = SequenceBlocks { blocks: table, computed, state };
             self.sequences.set_phase(id, SequencePhase::Ready(table));
         } else {
+            debug_assert!(state.blocks.is_empty(), "the state is received");
             let cached = computed / BLOCK_TOKENS;
             let groups = &self.kv.groups;
             let first_block = groups.sent(len, 0..cached).count();

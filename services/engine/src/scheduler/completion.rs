@@ -130,8 +130,8 @@ impl Scheduler {
         }
     }
 
-    /// Adds the copies of a row's state to the prefix cache whose steps are collected. Of the states
-    /// of an answer, only the last one stays cached.
+    /// Publishes the copies of a row's state that collected steps have made. Of the states of an
+    /// answer, only the last two stay cached.
     fn publish_states(&mut self, id: SequenceId) {
         let sequence = self.sequences.known_mut(id);
         let computed = sequence.row().computed;
@@ -140,14 +140,16 @@ impl Scheduler {
         let made = saving.iter().take_while(|saving| is_made(saving)).count();
         let made: Vec<_> = saving.drain(..made).collect();
         for SavedState { full_blocks, blocks } in made {
-            // Tokens after the end of the request were dropped.
+            // The state may include tokens after the end of the request, which were dropped. Then it
+            // has no key.
             if sequence.is_published() && full_blocks <= sequence.chain.hashes().len() {
                 let key = sequence.chain.hashes()[full_blocks - 1];
-                self.kv.publish_state(&sequence.chain, &sequence.tokens, full_blocks, &blocks);
-                if full_blocks * BLOCK_TOKENS >= sequence.given_len
-                    && let Some(before) = sequence.row_mut().state.saved.replace(key)
-                {
-                    self.kv.forget_state(before);
+                let (chain, tokens) = (&sequence.chain, &sequence.tokens);
+                let is_new = self.kv.publish_state(chain, tokens, full_blocks, &blocks);
+                if is_new && full_blocks * BLOCK_TOKENS >= sequence.given_len {
+                    let [newest, older] = &mut sequence.row_mut().state.published;
+                    let before = mem::replace(older, newest.replace(key));
+                    before.into_iter().for_each(|key| self.kv.forget_state(key));
                 }
             }
             self.kv.release(&blocks);

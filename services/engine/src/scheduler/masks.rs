@@ -101,12 +101,11 @@ impl Scheduler {
 
     /// Returns the bitmasks of the last launched step once all of them are computed. `are_due` says
     /// that the forward pass has finished: then returns the computed bitmasks, and withdraws the
-    /// samples of the other rows. With a state no token is computed again, so the step waits.
+    /// samples of the other rows.
     pub fn supply(&mut self, are_due: bool) -> Option<(StepId, Vec<RowMask>)> {
         let (_, awaited) = self.masks.awaited.as_ref()?;
         let is_missing = |row: &AwaitedMask| self.is_running(row) && self.supplied(row).is_none();
-        let may_withdraw = are_due && self.kv.groups.state_entries() == 0;
-        if !may_withdraw && awaited.iter().any(is_missing) {
+        if !are_due && awaited.iter().any(is_missing) {
             return None;
         }
         let (step_id, awaited) = self.masks.awaited.take()?;

@@ -13,6 +13,7 @@ use super::{
 use crate::{
     event::{Action, SequenceId, SequenceKind},
     executor::Speculation,
+    kv_blocks::KvBlocks,
     plan::{AdmittedRow, RowPlan, StepId, StepPlan},
     step_record::StepWork,
 };
@@ -36,7 +37,8 @@ struct PlanBuilder {
     /// Bound on prefill; set when the first prefill row is planned.
     prefill: Option<PrefillBudget>,
     work: StepWork,
-    /// References to cached states, which the step copies.
+    /// Blocks of cached states that the step copies. Their references are released when the step is
+    /// collected.
     copied: Vec<BlockId>,
 }
 
@@ -143,9 +145,7 @@ impl Scheduler {
             let mut sequence = self.sequences.known_mut(id);
             let samples_left = builder.samples_left - younger;
             let mut count = row_tokens(sequence, &self.config, (share, samples_left), is_last);
-            if self.kv.caches_states() {
-                count = count.min(sequence.tokens_before_saved_state());
-            }
+            count = bound_by_state(sequence, &self.kv, count);
             if self.config.itl.is_some() && (count > 1 || !sequence.decodes()) {
                 let position = sequence.row().launched;
                 count = self.bound_prefill(position, count, builder);
@@ -193,9 +193,10 @@ impl Scheduler {
             let sequence = self.sequences.known_mut(id);
             let position = sequence.row().launched;
             let left = (builder.budget, builder.samples_left);
-            let mut count = row_tokens(sequence, &self.config, left, is_alone);
-            if self.kv.caches_states() {
-                count = count.min(sequence.tokens_before_saved_state());
+            let count = row_tokens(sequence, &self.config, left, is_alone);
+            let count = bound_by_state(sequence, &self.kv, count);
+            if count == 0 {
+                continue;
             }
             let count = self.bound_prefill(position, count, builder);
             self.copy_states(id, builder);
@@ -468,6 +469,20 @@ fn row_tokens(
         count = count.min(samples_left);
     }
     if is_alone { part_to_send(sequence, count, config.tail_tokens) } else { count }
+}
+
+/// Returns how many of the row's next `count` tokens the step computes if the model has a recurrent
+/// state. The state after a token cannot be undone, so a row whose bitmask might be late waits for
+/// it. A step ends where the state is to be cached.
+fn bound_by_state(sequence: &Sequence, kv: &KvBlocks, count: u32) -> u32 {
+    let row = sequence.row();
+    let samples = row.launched + count as usize == row.length;
+    match kv.groups.state_entries() {
+        0 => count,
+        _ if samples && sequence.lacks_mask() => 0,
+        _ if kv.caches_states() => count.min(sequence.tokens_before_saved_state()),
+        _ => count,
+    }
 }
 
 /// Returns how many of the next `count` tokens of a sender's prompt the step computes. The end of a

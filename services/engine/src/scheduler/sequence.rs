@@ -139,12 +139,15 @@ pub(super) struct Row {
 /// Copies of the state of a row; all empty without a state.
 #[derive(Debug, Default)]
 pub(super) struct RowState {
-    /// The first step copies the state to the row's blocks.
+    /// Cached state that the row's first step copies to the row's own blocks. Its blocks are taken
+    /// then.
     pub(super) cached: CachedState,
     /// Copies of the state that steps in flight make for the prefix cache.
     pub(super) saving: Vec<SavedState>,
-    /// Key of the block of the answer after which the state was saved last.
-    pub(super) saved: Option<BlockHash>,
+    /// Keys of the last states of the answer that the row has published, the newest first. The next
+    /// one replaces the older one: the answer that a client or another node continues may lack the
+    /// last tokens of the row.
+    pub(super) published: [Option<BlockHash>; 2],
 }
 
 /// State after a number of full blocks.
@@ -347,8 +350,17 @@ impl Sequence {
             && self.is_published()
     }
 
+    /// Returns whether the row has a grammar, and the bitmask of its next sample is not computed.
+    pub(super) fn lacks_mask(&self) -> bool {
+        let allowed = self.constraint.as_ref().map(|constraint| constraint.allowed());
+        allowed.is_some_and(|allowed| allowed.is_none() || self.unknown() > 0)
+    }
+
     /// Returns how many tokens the row may compute before its state is cached next.
     pub(super) fn tokens_before_saved_state(&self) -> u32 {
+        if !self.is_published() {
+            return u32::MAX;
+        }
         let row = self.row();
         let saved = [row.state.cached.shared_blocks, hit_blocks(self.given_len)];
         let left = saved.map(|blocks| (blocks * BLOCK_TOKENS).saturating_sub(row.launched) as u32);

@@ -85,8 +85,8 @@ pub struct Int4Sizes {
     /// Elements of the largest matrix that stays packed.
     pub largest_elements: u64,
     /// Number of matrices that are dequantized, because a matrix that is fused with them is not in
-    /// INT4 or has other groups of columns. On GPUs also embeddings, output heads and routers, and
-    /// matrices whose groups do not fit the kernels.
+    /// INT4 or has other groups of columns. On GPUs also embeddings, output heads, routers, the
+    /// rates of linear attention, and matrices whose groups do not fit the kernels.
     pub dequantized: usize,
 }
 

@@ -376,6 +376,10 @@ impl StoredWeights {
                 }
                 (shape, _) => shape,
             };
+            if weight.is_expert() && matrix.dims.len() == 3 {
+                let supported = "F32, F16 or BF16; FP8 experts are one tensor each";
+                return Err(matrix.wrong_type(supported.into()));
+            }
             if matrix.dims != shape.dims() {
                 return Err(matrix.wrong_shape(shape.dims()));
             }

@@ -124,7 +124,7 @@ impl Fields<'_> {
         }
     }
 
-    pub(super) fn bad(&self, key: &str, reason: String) -> ModelError {
+    pub(crate) fn bad(&self, key: &str, reason: String) -> ModelError {
         ModelError::ConfigKey { path: self.path.into(), key: self.full_key(key), reason }
     }
 

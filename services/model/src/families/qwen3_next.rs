@@ -95,7 +95,13 @@ pub(super) fn mixers(
     let kinds = match fields.get::<Vec<MixerKind>>("layer_types")? {
         Some(kinds) => kinds,
         None => {
-            let interval = fields.get("full_attention_interval")?.unwrap_or(INTERVAL_DEFAULT);
+            let key = "full_attention_interval";
+            let interval: usize = fields.get(key)?.unwrap_or(INTERVAL_DEFAULT);
+            if !(1..=layer_count).contains(&interval) {
+                let reason =
+                    format!("{interval}; expected 1 to {layer_count} (the number of layers)");
+                return Err(fields.bad(key, reason));
+            }
             let kind = |layer: usize| match (layer + 1).is_multiple_of(interval) {
                 true => MixerKind::FullAttention,
                 false => MixerKind::LinearAttention,

@@ -84,6 +84,11 @@ impl Node {
         let attempts_max = attempts_max(&scheduler_config);
         let (inbox, commands) = EngineInbox::new(attempts_max, steps.waker());
         let drafts_max = scheduler_config.limits.speculation.map_or(0, |it| it.row_drafts);
+        if drafts_max == 0 && config.node.speculate != config::Speculate::Off {
+            warn!(
+                "node.speculate has no effect: the model has recurrent states, which cannot be undone"
+            );
+        }
         let node_metrics = NodeMetrics::new(metrics, &checked.served_name, drafts_max);
         let tier_copies = tier_copies.map(Arc::new);
         let tier_threads = tier_copies.clone().zip(tier_events).map(|(copies, events)| {
