@@ -85,7 +85,7 @@ impl Node {
         let (inbox, commands) = EngineInbox::new(attempts_max, steps.waker());
         let drafts_max = scheduler_config.limits.speculation.map_or(0, |it| it.row_drafts);
         if drafts_max == 0 && config.node.speculate != config::Speculate::Off {
-            warn!(
+            tracing::warn!(
                 "node.speculate has no effect: the model has recurrent states, which cannot be undone"
             );
         }
