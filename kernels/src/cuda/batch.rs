@@ -239,7 +239,7 @@ impl DeviceBatch {
             input.extensions,
             input.known_drafts,
             input.sequences,
-            (self.plan_words, self.limits.vocabulary),
+            (self.plan_words, self.limits.vocabulary, self.memory.groups.state_entries()),
         );
         let (last, before) = plans.split_last().expect("a step has a plan");
         for words in before {
