@@ -6,6 +6,7 @@
 //! results, and for the upload from a pinned buffer that it fills again.
 
 mod check;
+mod copies;
 mod frame;
 mod pooled;
 mod sizes;
