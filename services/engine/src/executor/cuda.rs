@@ -252,7 +252,7 @@ impl CudaExecutor {
             self.collect_launched()?;
         }
         let step = self.rows.apply(plan, verified)?;
-        let blocks = self.access.acquire(self.rows.blocks(&step));
+        let blocks = self.access.acquire(self.rows.blocks(&step), &plan.copies);
         let blocks = blocks.map_err(|error| bad(error.to_string()))?;
         let (rows_min, dispatch) = match step.pooled.is_empty() {
             true => self.graphs.dispatch(&step.sequences, verified),
@@ -306,6 +306,7 @@ impl CudaExecutor {
             let backend = &mut self.backend;
             backend.context().bind()?;
             let mut prepared = self.batch.begin(backend, &input)?;
+            self.batch.copy_blocks(backend, &plan.copies)?;
             drop(planning);
             let _launching = range(c"launch");
             if prepared.rows() > 0 {
