@@ -609,6 +609,14 @@ fn gemm_shapes(
     let tokens = shard.tokens(config.vocab_size).len();
     let mut layer =
         vec![(config.hidden_size, heads.qkv_width()), (heads.query_width(), config.hidden_size)];
+    if config.layers.iter().any(|it| it.attention().is_some_and(|it| it.has_output_gate)) {
+        layer.push((config.hidden_size, heads.query_width()));
+    }
+    // The rates of linear attention have few outputs and are not quantized, so they are not tuned.
+    if let Some(state) = config.state_shape().map(|state| state.part(shard.rank_count())) {
+        let projection = (config.hidden_size, state.projected_width());
+        layer.extend([projection, (state.value_width(), config.hidden_size)]);
+    }
     // Experts have kernels of their own. The shared expert runs on the GEMMs of dense layers.
     let shared = config.experts().and_then(|experts| experts.shared);
     if let Some(size) = shared.map(|shared| shard.part(shared.size).len()) {
