@@ -21,10 +21,12 @@ use super::{
 
 const EPS: f32 = 1e-6;
 const SEQUENCES: usize = 3;
-/// New tokens of each sequence in each step. The last steps decode.
+/// New tokens of each sequence in each step. Two steps decode. The last has enough rows for another
+/// variant of the convolution.
 const STEPS: [[u32; SEQUENCES]; 6] =
-    [[1, 16, 2], [40, 1, 1], [29, 16, 2], [1, 1, 1], [1, 1, 1], [70, 1, 3]];
-const ROWS: usize = 96;
+    [[1, 16, 2], [40, 1, 1], [29, 16, 2], [1, 1, 1], [1, 1, 1], [440, 70, 9]];
+const ROWS: usize = 519;
+const TOKENS: usize = 640;
 /// Rows of decode steps, padding included.
 const PADDED: u32 = 5;
 
@@ -98,7 +100,7 @@ fn check(gpu: &Gpu, shape: StateShape, layout: KvLayout) {
         KvFormat::Bf16 | KvFormat::Fp8 => WeightFormat::Bf16,
     };
     let groups = KvGroups::whole(layout.layer_count).with_state(Some(shape), layout);
-    let count = groups.entries(256) as u32;
+    let count = groups.entries(TOKENS) as u32;
     let blocks = SEQUENCES as u32 * count;
     let tables = [0, 1, 2].map(|sequence| -> Vec<BlockId> {
         (0..count).rev().map(|entry| BlockId(entry * SEQUENCES as u32 + sequence)).collect()
@@ -110,7 +112,7 @@ fn check(gpu: &Gpu, shape: StateShape, layout: KvLayout) {
     let limits = BatchLimits {
         hidden: 0,
         slots: 8,
-        sequence_tokens: 256,
+        sequence_tokens: TOKENS as u32,
         rows: ROWS as u32,
         samples: 8,
         stops: 1,
@@ -127,7 +129,7 @@ fn check(gpu: &Gpu, shape: StateShape, layout: KvLayout) {
         let nan = vec![0xff; arena.block_bytes()];
         arena.write(BlockId(block)).unwrap().copy_from_host(&nan).unwrap();
     }
-    let (sampling, tokens) = (Sampling::greedy(), vec![1; 256]);
+    let (sampling, tokens) = (Sampling::greedy(), vec![1; TOKENS]);
     let slots = [6, 0, 3];
     let mut positions = [0; SEQUENCES];
     for (number, rows) in STEPS.into_iter().enumerate() {
@@ -136,8 +138,8 @@ fn check(gpu: &Gpu, shape: StateShape, layout: KvLayout) {
             .iter()
             .map(|&(i, position, _)| Admission {
                 slot: slots[i],
-                tokens: &tokens[..150],
-                prompt_len: 150,
+                tokens: &tokens,
+                prompt_len: TOKENS as u32,
                 position,
                 blocks: &tables[i],
                 sampling: &sampling,

@@ -24,6 +24,10 @@ constexpr int COLUMNS = 2;    // columns of a lane
 constexpr int SLICE = WARPS * WARP / KEY_LANES * COLUMNS;  // columns of a CTA
 constexpr int TILE = 8;  // rows that are fetched together
 constexpr float L2_EPS = 1e-6f;
+constexpr int CONV_TAPS = 3;  // of every published model
+constexpr int CONV_ROWS = 8;  // rows of a warp that loads the weights of its channels once
+constexpr int CONV_ROWS_MANY = 512;  // rows from which on a warp computes several
+static_assert(DIM_MAX == 2 * 4 * WARP);
 
 __device__ inline float sigmoid(float x) {
   const float small = expf(-fabsf(x));
@@ -87,69 +91,96 @@ __device__ inline ConvHead conv_head(const Delta& delta, int head) {
           args.value_dim};
 }
 
-// One warp per row and head. The warp after the last head computes the rates of the row.
-template <class T>
-__global__ void __launch_bounds__(THREADS) conv_kernel(const __grid_constant__ Delta delta, const baton_step step) {
+// One warp per head and `each` rows. The warp after the last head computes the rates of the rows. A lane holds ITEMS
+// groups of four adjacent elements. TAPS: the past inputs, so that weights stay in registers; 0: weights are loaded.
+template <class T, int ITEMS, int TAPS>
+__global__ void __launch_bounds__(THREADS)
+    conv_kernel(const __grid_constant__ Delta delta, const baton_step step, int each) {
   pdl_wait_and_release();
   const baton_delta_args& args = delta.args;
-  const int row = blockIdx.x, head = blockIdx.y * WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+  const int head = blockIdx.y * WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP;
   const int heads = 2 * args.key_heads + args.value_heads;
+  const int begin = blockIdx.x * each, end = min(begin + each, args.rows);
   if (head > heads) return;
-  float* const mixed = args.mixed + row * args.mixed_stride;
   if (head == heads) {
-    const T* const rates = static_cast<const T*>(args.rates) + row * args.rates_stride;
-    for (int i = lane; i < args.value_heads; i += WARP) {
+    for (int at = lane; at < (end - begin) * args.value_heads; at += WARP) {
+      const int row = begin + at / args.value_heads, i = at % args.value_heads;
+      const T* const rates = static_cast<const T*>(args.rates) + row * args.rates_stride;
+      float* const to = args.mixed + row * args.mixed_stride + delta.channels + 2 * i;
       const float a = widen(rates[args.value_heads + i]) + args.time_bias[i];
       const float time = a > 20.f ? a : log1pf(expf(a));
-      mixed[delta.channels + 2 * i] = expf(-expf(args.decay_log[i]) * time);
-      mixed[delta.channels + 2 * i + 1] = sigmoid(widen(rates[i]));
+      to[0] = expf(-expf(args.decay_log[i]) * time);
+      to[1] = sigmoid(widen(rates[i]));
     }
     return;
   }
   const ConvHead of = conv_head(delta, head);
-  const int sequence = step.row_sequences[row], slot = sequence < 0 ? -1 : step.sequence_slots[sequence];
-  const bool is_padding = slot < 0;
-  const int first = is_padding ? row : step.row_indptr[sequence];
-  const bool is_start = is_padding || step.row_positions[first] == 0;
-  const int32_t* const table = args.tables + int64_t{max(slot, 0)} * args.table_width;
-  constexpr int ITEMS = DIM_MAX / (4 * WARP);
-  float4 values[ITEMS];
-  float sum = 0.f;
+  const int taps = TAPS > 0 ? TAPS : args.taps;
+  // [4][taps + 1] of each group.
+  float kept[ITEMS][4 * (TAPS + 1)];
+  if constexpr (TAPS > 0) {
 #pragma unroll
-  for (int item = 0; item < ITEMS; ++item) {
-    values[item] = make_float4(0.f, 0.f, 0.f, 0.f);
-    const int at = (item * WARP + lane) * 4;
-    if (at >= of.dim || is_padding) continue;
-    float4 out = values[item];
-    const float* const weights = args.conv + int64_t{of.channel + at} * (args.taps + 1);
-    for (int tap = 0; tap <= args.taps; ++tap) {
-      const int from = row - args.taps + tap;
-      float4 input = make_float4(0.f, 0.f, 0.f, 0.f);
-      if (from >= first) {
-        input = load4(static_cast<const T*>(args.projected) + from * args.projected_stride + of.channel + at);
-      } else if (!is_start) {
-        input = load4(state_row(delta, table, of.lane, of.row + args.taps + from - first) + at);
+    for (int item = 0; item < ITEMS; ++item) {
+      const int at = (item * WARP + lane) * 4;
+      if (at >= of.dim) break;
+#pragma unroll
+      for (int i = 0; i < 4 * (TAPS + 1); i += 4) {
+        const float4 weights = load4(args.conv + int64_t{of.channel + at} * (TAPS + 1) + i);
+        kept[item][i] = weights.x, kept[item][i + 1] = weights.y;
+        kept[item][i + 2] = weights.z, kept[item][i + 3] = weights.w;
       }
-      out.x += weights[tap] * input.x;
-      out.y += weights[args.taps + 1 + tap] * input.y;
-      out.z += weights[2 * (args.taps + 1) + tap] * input.z;
-      out.w += weights[3 * (args.taps + 1) + tap] * input.w;
     }
-    values[item] =
-        make_float4(out.x * sigmoid(out.x), out.y * sigmoid(out.y), out.z * sigmoid(out.z), out.w * sigmoid(out.w));
-    sum += square_of(values[item]);
   }
-  float scale = 1.f;
-  if (head < 2 * args.key_heads) {
-    const float factor = head < args.key_heads ? rsqrtf(static_cast<float>(args.key_dim)) : 1.f;
-    scale = factor / sqrtf(warp_sum(sum) + L2_EPS);
-  }
+  for (int row = begin; row < end; ++row) {
+    float* const mixed = args.mixed + row * args.mixed_stride + of.channel;
+    const int sequence = step.row_sequences[row], slot = sequence < 0 ? -1 : step.sequence_slots[sequence];
+    const bool is_padding = slot < 0;
+    const int first = is_padding ? row : step.row_indptr[sequence];
+    const bool is_start = is_padding || step.row_positions[first] == 0;
+    const int32_t* const table = args.tables + int64_t{max(slot, 0)} * args.table_width;
+    float4 values[ITEMS];
+    float sum = 0.f;
 #pragma unroll
-  for (int item = 0; item < ITEMS; ++item) {
-    const int at = (item * WARP + lane) * 4;
-    const float4 value = values[item];
-    if (at >= of.dim) break;
-    store4(mixed + of.channel + at, make_float4(value.x * scale, value.y * scale, value.z * scale, value.w * scale));
+    for (int item = 0; item < ITEMS; ++item) {
+      float4 out = make_float4(0.f, 0.f, 0.f, 0.f);
+      values[item] = out;
+      const int at = (item * WARP + lane) * 4;
+      if (at >= of.dim || is_padding) continue;
+      const float* const stored = args.conv + int64_t{of.channel + at} * (taps + 1);
+      const auto weight = [&](int i) {
+        if constexpr (TAPS > 0) return kept[item][i];
+        return stored[i];
+      };
+#pragma unroll
+      for (int tap = 0; tap <= taps; ++tap) {
+        const int from = row - taps + tap;
+        float4 input = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (from >= first) {
+          input = load4(static_cast<const T*>(args.projected) + from * args.projected_stride + of.channel + at);
+        } else if (!is_start) {
+          input = load4(state_row(delta, table, of.lane, of.row + taps + from - first) + at);
+        }
+        out.x += weight(tap) * input.x;
+        out.y += weight(taps + 1 + tap) * input.y;
+        out.z += weight(2 * (taps + 1) + tap) * input.z;
+        out.w += weight(3 * (taps + 1) + tap) * input.w;
+      }
+      values[item] =
+          make_float4(out.x * sigmoid(out.x), out.y * sigmoid(out.y), out.z * sigmoid(out.z), out.w * sigmoid(out.w));
+      sum += square_of(values[item]);
+    }
+    float scale = 1.f;
+    if (head < 2 * args.key_heads) {
+      const float factor = head < args.key_heads ? rsqrtf(static_cast<float>(args.key_dim)) : 1.f;
+      scale = factor / sqrtf(warp_sum(sum) + L2_EPS);
+    }
+#pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+      const int at = (item * WARP + lane) * 4;
+      const float4 value = values[item];
+      if (at >= of.dim) break;
+      store4(mixed + at, make_float4(value.x * scale, value.y * scale, value.z * scale, value.w * scale));
+    }
   }
 }
 
@@ -419,7 +450,10 @@ int32_t check_args(const baton_delta_args& args) {
 int32_t load_delta() {
   auto all = [](auto element) {
     using T = decltype(element);
-    BATON_TRY(load(conv_kernel<T>));
+    BATON_TRY((load(conv_kernel<T, 1, CONV_TAPS>)));
+    BATON_TRY((load(conv_kernel<T, 1, 0>)));
+    BATON_TRY((load(conv_kernel<T, 2, CONV_TAPS>)));
+    BATON_TRY((load(conv_kernel<T, 2, 0>)));
     BATON_TRY((load(recurrence_kernel<T, 32>)));
     BATON_TRY((load(recurrence_kernel<T, 64>)));
     BATON_TRY((load(recurrence_kernel<T, 128>)));
@@ -453,8 +487,17 @@ BATON_API int32_t baton_gated_delta(const baton_delta_args* args, const baton_st
     const int heads = 2 * args->key_heads + args->value_heads;
     return with_dtype(args->dtype, [&](auto element) -> int32_t {
       using T = decltype(element);
-      BATON_TRY(launch("convolution", conv_kernel<T>, dim3(args->rows, divide_up(heads + 1, WARPS)), dim3(THREADS), 0,
-                       as_stream(stream), delta, *step));
+      const int each = args->rows >= CONV_ROWS_MANY ? CONV_ROWS : 1;
+      const auto convolve = [&](auto kernel) {
+        const dim3 grid(divide_up(args->rows, each), divide_up(heads + 1, WARPS));
+        return launch("convolution", kernel, grid, dim3(THREADS), 0, as_stream(stream), delta, *step, each);
+      };
+      const bool is_wide = delta.row_elements > 4 * WARP;
+      if (args->taps == CONV_TAPS) {
+        BATON_TRY(is_wide ? convolve(conv_kernel<T, 2, CONV_TAPS>) : convolve(conv_kernel<T, 1, CONV_TAPS>));
+      } else {
+        BATON_TRY(is_wide ? convolve(conv_kernel<T, 2, 0>) : convolve(conv_kernel<T, 1, 0>));
+      }
       const dim3 grid(divide_up(delta.row_elements, SLICE), args->value_heads, args->sequences);
       const auto recur = [&](auto kernel) {
         return launch("delta rule", kernel, grid, dim3(THREADS), 0, as_stream(stream), delta, *step);
