@@ -103,6 +103,7 @@ unit attention src/attention.cu $has_hopper
 for name in sample sample_draw sample_choose; do unit $name src/$name.cu -fmad=false; done
 unit tp_sample collective/tp_sample.cu -fmad=false
 unit decode_attention attention/decode_attention.cu
+unit delta delta/delta.cu
 for name in skinny_gemm int4_gemm wide_gemm wide_fp8_gemm fp8_gemm low_rank; do unit $name gemm/$name.cu; done
 for name in all_reduce gather; do unit $name collective/$name.cu; done
 for name in digest weights; do unit $name digest/$name.cu; done
@@ -128,8 +129,8 @@ compile() {
             own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/collective/*.h kernels/cuda/collective/*.cuh)
             unit_flags+=(-Ikernels/cuda/collective) ;;
         abi)
-            own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/collective/*.h kernels/cuda/experts/*.h)
-            unit_flags+=(-Ikernels/cuda/collective -Ikernels/cuda/experts) ;;
+            own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/collective/*.h kernels/cuda/delta/*.h kernels/cuda/experts/*.h)
+            unit_flags+=(-Ikernels/cuda/collective -Ikernels/cuda/delta -Ikernels/cuda/experts) ;;
         digest | weights)
             own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/digest/*.h kernels/cuda/digest/*.cuh)
             unit_flags+=(-Ikernels/cuda/digest) ;;
@@ -137,6 +138,7 @@ compile() {
             own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/experts/*.h kernels/cuda/experts/*.cuh kernels/cuda/gemm/hopper.h)
             unit_flags+=(-Ikernels/cuda/experts) ;;
         ranges) own_headers+=(kernels/cuda/trace/*.h) unit_flags+=(-Ikernels/cuda/trace) ;;
+        delta) own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/delta/*.h) ;;
         decode_attention) own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/attention/*.cuh) ;;
         *_gemm | low_rank) own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/gemm/*.h) ;;
         *) own_headers+=(kernels/cuda/src/*.cuh) ;;

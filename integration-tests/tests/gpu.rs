@@ -28,6 +28,7 @@ mod gpu {
     pub(crate) mod bench;
     pub(crate) mod clusters;
     pub(crate) mod collective;
+    pub(crate) mod delta;
     pub(crate) mod digest;
     pub(crate) mod executor;
     pub(crate) mod experts;
@@ -94,6 +95,12 @@ fn main() -> ExitCode {
             gpu::collective::abort_and_group_shutdown_end_an_all_reduce_at_once,
             gpu::collective::killed_rank_is_detected_and_the_gpu_stays_usable,
             gpu::collective::mismatched_ipc_handles_are_rejected_by_rank,
+            gpu::delta::linear_attention_matches_cpu_for_any_shape_and_chunk,
+            gpu::delta::output_gate_matches_cpu,
+            gpu::delta::copies_of_blocks_run_in_order,
+            gpu::delta::linear_attention_time_is_reported,
+            gpu::delta::cached_and_reused_states_match_cpu_tokens,
+            gpu::delta::free_blocks_of_states_are_never_read,
             gpu::digest::block_digests_match_cpu_for_any_layout_and_rank_count,
             gpu::digest::digests_of_several_threads_match_cpu,
             gpu::digest::digests_after_a_rejected_call_match_cpu,

@@ -415,6 +415,11 @@ pub trait Backend: Send + 'static {
     /// Creates the intermediate values of [`Self::experts`].
     fn expert_buffers(&self, rows_max: usize, shape: ExpertShape) -> Self::ExpertBuffers;
 
+    /// Creates the intermediate values of [`Self::gated_delta`] with these heads; by default none.
+    fn delta_buffer(&self, _rows_max: usize, _shape: StateShape) -> Self::Buffer {
+        self.buffer(0, 1)
+    }
+
     /// Creates the low-rank updates of a matrix. All slots are empty.
     fn low_rank(&self, slots: usize, shape: &LowRankShape) -> Self::LowRank;
 
@@ -513,11 +518,8 @@ pub trait Backend: Send + 'static {
         step: &Self::Step,
         out: &mut Self::Buffer,
     );
-    /// Computes `x[row][i] *= sigmoid(gate[row][i])`. Only a backend that admits models with output
-    /// gates of attention implements this operation.
-    fn apply_gate(&mut self, _rows: usize, _gate: &Self::Buffer, _x: &mut Self::Buffer) {
-        panic!("the backend does not admit models with output gates of attention");
-    }
+    /// Computes `x[row][i] *= sigmoid(gate[row][i])`.
+    fn apply_gate(&mut self, rows: usize, gate: &Self::Buffer, x: &mut Self::Buffer);
     /// Computes linear attention (Gated DeltaNet) of every row, and updates the recurrent states of
     /// the step's sequences. A sequence at position 0 starts from zeros.
     ///
@@ -531,17 +533,16 @@ pub trait Backend: Send + 'static {
     /// in order: `S *= exp(-exp(decay_log) · softplus(a + time_bias))`, then
     /// `S += k ⊗ (sigmoid(b) · (v - k · S))`. The output is `rms_norm(q · S) · norm · silu(gate)`.
     ///
-    /// Only a backend that admits models with linear attention implements this operation.
+    /// `mixed` are the intermediate values of [`Self::delta_buffer`].
     fn gated_delta(
         &mut self,
-        _delta: GatedDelta<'_, Self::Vector>,
-        _projected: &Self::Buffer,
-        _rates: &Self::Buffer,
-        _step: &mut Self::Step,
-        _out: &mut Self::Buffer,
-    ) {
-        panic!("the backend does not admit models with linear attention");
-    }
+        delta: GatedDelta<'_, Self::Vector>,
+        projected: &Self::Buffer,
+        rates: &Self::Buffer,
+        mixed: &mut Self::Buffer,
+        step: &mut Self::Step,
+        out: &mut Self::Buffer,
+    );
     /// Computes `out[row][i]` from the gate value `gate_up[row][i]` and the up value
     /// `gate_up[row][width + i]`. Only experts have [`GatedActivation::ClampedSwiGlu`].
     fn activate(

@@ -438,6 +438,7 @@ impl Backend for CpuBackend {
         delta: GatedDelta<'_, CpuVector>,
         projected: &CpuBuffer,
         rates: &CpuBuffer,
+        _mixed: &mut CpuBuffer,
         step: &mut CpuStep,
         out: &mut CpuBuffer,
     ) {
@@ -535,10 +536,14 @@ fn check_delta(
         [shape.projected_width(), 2 * shape.value_heads, shape.value_width()],
         "gated_delta: buffers have the widths of the heads"
     );
-    let channels = 2 * shape.key_width() + shape.value_width();
     assert_eq!(
         [delta.conv, delta.decay_log, delta.time_bias, delta.norm].map(|it| it.values().len()),
-        [channels * (shape.conv_taps + 1), shape.value_heads, shape.value_heads, shape.value_dim],
+        [
+            shape.channels() * (shape.conv_taps + 1),
+            shape.value_heads,
+            shape.value_heads,
+            shape.value_dim
+        ],
         "gated_delta: weights have the sizes of the heads"
     );
 }

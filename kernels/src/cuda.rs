@@ -62,6 +62,7 @@ mod clock;
 mod collective;
 mod context;
 mod copies;
+mod delta;
 mod digest;
 mod driver;
 mod driver_calls;
@@ -108,6 +109,7 @@ pub use collective::{
     AllReduceAlgorithm, AllReduceNorm, AllReduceShape, CudaGroup, GroupArena, GroupHandle,
 };
 pub use context::{Compute, Context, DeviceToHost, Event, HostToDevice, Stream, StreamRole};
+pub use delta::{DELTA_DIM_MAX, DELTA_DIM_UNIT};
 pub use driver::{CUDA_NEEDED, Device, Driver, Link, has_cublaslt};
 pub use error::{CudaError, CudaVersion};
 pub use experts::{CudaExperts, EXPERT_GROUPS_MAX, EXPERTS_CHOSEN_MAX, EXPERTS_MAX};

@@ -141,7 +141,7 @@ pub(crate) fn run_arriving<E: Executor>(
 }
 
 /// Calls `after_turn` after every turn of the engine.
-fn run_with<E: Executor>(
+pub(crate) fn run_with<E: Executor>(
     engine: &mut StepLoop<E>,
     mut arriving: Vec<NewSequence>,
     at_a_time: usize,

@@ -65,10 +65,17 @@ pub(crate) fn checkpoint_quantized(
         },
         "quantization_config": {"quant_method": "mxfp4"}
     });
+    // Layers 0 and 2 have linear attention.
+    let hybrid = serde_json::json!({
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 24,
+        "linear_value_head_dim": 20, "linear_conv_kernel_dim": 4, "partial_rotary_factor": 0.5
+    });
     let more = match model_type {
         "qwen2" => vec![windows],
         "gpt_oss" => vec![windows, scaling],
         "gemma3_text" => vec![windows, serde_json::json!({"rope_local_base_freq": 500.0})],
+        "qwen3_next" | "qwen3_5_text" | "qwen3_5_moe_text" => vec![hybrid],
         _ => Vec::new(),
     };
     let fields = config.as_object_mut().expect("an object");
@@ -89,7 +96,7 @@ fn prompts() -> [Vec<u32>; 3] {
 /// Returns the block table of a sequence of 256 tokens.
 fn table(sequence: usize, groups: &KvGroups) -> Vec<BlockId> {
     let count = groups.entries(256) as u32;
-    (0..count).map(|i| BlockId(sequence as u32 * count + (i * 5) % count)).collect()
+    (0..count).map(|i| BlockId(sequence as u32 * count + (i * 13) % count)).collect()
 }
 
 /// Returns tokens and logits of every step, computed by the CPU.
@@ -107,7 +114,7 @@ fn by_cpu_with_kv(
     let mut llama = Transformer::load(checkpoint, &cpu, limits, &mut |_| ()).unwrap();
     let (layout, groups) =
         (checkpoint.config().block_layout(kv), checkpoint.config().kv_groups(kv));
-    let arena: Arc<KvArena> = KvArena::host(layout, 48 * groups.count() as u32).unwrap();
+    let arena: Arc<KvArena> = KvArena::host(layout, 3 * groups.entries(256) as u32).unwrap();
     let mut known = prompts();
     let mut computed = [0; 3];
     let tables = [0, 1, 2].map(|sequence| table(sequence, &groups));
@@ -157,7 +164,7 @@ pub(crate) fn by_gpu(
     let mut graph = None;
     let groups = checkpoint.config().kv_groups(options.kv);
     let layout = checkpoint.config().block_layout(options.kv);
-    let (kv, _) = gpu.kv(layout, 48 * groups.count() as u32);
+    let (kv, _) = gpu.kv(layout, 3 * groups.entries(256) as u32);
     let limits = BatchLimits {
         hidden: 0,
         slots: 4,
@@ -257,6 +264,7 @@ pub(crate) fn every_architecture_matches_cpu_logits_and_tokens() {
         ("Qwen2ForCausalLM", "qwen2"),
         ("Qwen3ForCausalLM", "qwen3"),
         ("Gemma3ForCausalLM", "gemma3_text"),
+        ("Qwen3_5ForCausalLM", "qwen3_5_text"),
     ] {
         let checkpoint = checkpoint(architecture, model_type);
         let wanted = by_cpu(&checkpoint, Dtype::F32.into());
@@ -313,6 +321,9 @@ pub(crate) fn fused_kernels_and_graph_replay_match_cpu_logits_in_bf16() {
         ("Glm4MoeForCausalLM", "glm4_moe", 128),
         ("MiniMaxM2ForCausalLM", "minimax_m2", 64),
         ("GptOssForCausalLM", "gpt_oss", 64),
+        ("Qwen3_5ForCausalLM", "qwen3_5_text", 256),
+        ("Qwen3NextForCausalLM", "qwen3_next", 128),
+        ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", 128),
     ] {
         let checkpoint = checkpoint_with(architecture, model_type, head_dim);
         let has_experts = checkpoint.config().experts().is_some();

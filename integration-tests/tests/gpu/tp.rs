@@ -56,18 +56,21 @@ enum RankTask {
     },
     /// A model in f32 with CUDA graphs, whose output is its embedding.
     TiedModel,
+    /// A model in f32 with CUDA graphs, whose first and last layers have linear attention.
+    HybridModel,
     /// A model in bf16 with CUDA graphs, whose weights can be updated.
     Updatable(Place),
 }
 
 impl RankTask {
-    const ALL: [Self; 8] = [
+    const ALL: [Self; 9] = [
         Self::Kv,
         Self::Model { weights: WeightFormat::F32, graphs: true },
         Self::Model { weights: WeightFormat::F32, graphs: false },
         Self::Model { weights: WeightFormat::Bf16, graphs: true },
         Self::Model { weights: WeightFormat::Bf16, graphs: false },
         Self::TiedModel,
+        Self::HybridModel,
         Self::Updatable(Place::Shadow),
         Self::Updatable(Place::InPlace),
     ];
@@ -79,14 +82,19 @@ impl RankTask {
     fn options(self) -> CudaOptions {
         match self {
             Self::Model { weights, graphs } => options(weights, graphs),
-            Self::TiedModel => options(WeightFormat::F32, true),
+            Self::TiedModel | Self::HybridModel => options(WeightFormat::F32, true),
             Self::Kv | Self::Updatable(_) => options(WeightFormat::Bf16, true),
         }
     }
 
     /// Returns the model with random weights.
     fn model(self) -> Checkpoint {
-        model(self == Self::TiedModel)
+        let folder = tempfile::tempdir().unwrap();
+        match self {
+            Self::HybridModel => write_hybrid_config(folder.path()),
+            _ => write_config(folder.path(), self == Self::TiedModel),
+        }
+        Checkpoint::open(folder.path(), LoadFormat::Dummy { seed: 11 }).unwrap()
     }
 }
 
@@ -108,11 +116,19 @@ pub(crate) fn write_config(folder: &Path, is_tied: bool) {
     fs::write(folder.join("config.json"), config.to_string()).unwrap();
 }
 
-/// Returns the model with random weights.
-fn model(is_tied: bool) -> Checkpoint {
-    let folder = tempfile::tempdir().unwrap();
-    write_config(folder.path(), is_tied);
-    Checkpoint::open(folder.path(), LoadFormat::Dummy { seed: 11 }).unwrap()
+/// Writes the configuration of a model with the sizes of [`write_config`] and linear attention.
+fn write_hybrid_config(folder: &Path) {
+    let config = serde_json::json!({
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text",
+        "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+        "vocab_size": 13_000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "tie_word_embeddings": false, "hidden_act": "silu",
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4
+    });
+    fs::write(folder.join("config.json"), config.to_string()).unwrap();
 }
 
 pub(crate) fn limits(checkpoint: &Checkpoint) -> ExecutorLimits {
@@ -164,7 +180,10 @@ pub(crate) fn run_rank_process() {
                 std::mem::forget(kv.clone());
                 (Box::new(SimExecutor::new(limits, CostModel::default(), Instant::now())), kv)
             }
-            RankTask::Model { .. } | RankTask::TiedModel | RankTask::Updatable(_) => {
+            RankTask::Model { .. }
+            | RankTask::TiedModel
+            | RankTask::HybridModel
+            | RankTask::Updatable(_) => {
                 let path = env::var_os("BATON_TEST_KERNELS").map(std::path::PathBuf::from);
                 let library = Arc::new(KernelLibrary::open(path.as_deref()).unwrap());
                 let backend = CudaBackend::new(&context, library, part.options());
@@ -361,6 +380,12 @@ fn check_tokens_of(ranks: u32) {
     same(&run_group(task(WeightFormat::F32, false)), &recorded, &format!("{what}, eager"));
     let tied = RankTask::TiedModel;
     compare(&run_group(tied), &on_one_gpu(&gpu, tied), &format!("{what}, tied"));
+    let hybrid = RankTask::HybridModel;
+    let (mut engine, wanted) = (step_loop(group(ranks, hybrid)), on_one_gpu(&gpu, hybrid));
+    for time in ["first", "again"] {
+        compare(&run(&mut engine), &wanted, &format!("{what}, linear attention, {time}"));
+    }
+    drop(engine);
     let [recorded_task, eager_task] = [true, false].map(|graphs| task(WeightFormat::Bf16, graphs));
     let what = format!("{what}, bf16");
     let recorded = run_group(recorded_task);

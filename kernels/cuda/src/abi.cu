@@ -4,6 +4,7 @@
 #include <cstdio>
 
 #include "collective.h"
+#include "delta.h"
 #include "device.cuh"
 #include "experts.h"
 
@@ -29,10 +30,12 @@ static_assert(sizeof(baton_route_args) == 13 * 8 + 12 * 4);
 static_assert(sizeof(baton_expert_gemm_args) == 12 * 8 + 10 * 4);
 static_assert(sizeof(baton_mxfp4_gemm_args) == 12 * 8 + 10 * 4);
 static_assert(sizeof(baton_combine_args) == 11 * 8 + 6 * 4);
+static_assert(sizeof(baton_delta_args) == 16 * 8 + 14 * 4);
 
 namespace baton {
 
 int32_t load_all_reduce();
+int32_t load_delta();
 int32_t load_digest();
 int32_t load_expert_gemm();
 int32_t load_gather();
@@ -115,7 +118,7 @@ BATON_API int32_t baton_initialise(void) {
     for (auto part : {load_rows, load_quantize, load_rope, load_blocks, load_step, load_drafts, load_attention, load_decode_attention,
                       load_skinny_gemm, load_int4_gemm, load_low_rank, load_sample, load_probe, load_all_reduce, load_gather,
                       load_tp_sample, load_digest, load_weights, load_route, load_expert_gemm,
-                      load_mxfp4_gemm}) {
+                      load_mxfp4_gemm, load_delta}) {
       const int32_t code = part();
       if (code == BATON_CUDA + cudaErrorNoKernelImageForDevice || code == BATON_CUDA + cudaErrorInvalidDeviceFunction) {
         return fail(BATON_UNSUPPORTED, "the kernel library holds code for %s; this device is sm_%d%d",
@@ -157,6 +160,7 @@ BATON_API int32_t baton_struct_sizes(uint32_t* sizes_host, int32_t capacity) {
       sizeof(baton_expert_gemm_args),
       sizeof(baton_mxfp4_gemm_args),
       sizeof(baton_combine_args),
+      sizeof(baton_delta_args),
   };
   constexpr int32_t count = sizeof(sizes) / sizeof(sizes[0]);
   for (int32_t i = 0; sizes_host && i < count && i < capacity; ++i) sizes_host[i] = sizes[i];

@@ -58,8 +58,8 @@ pub struct RowBlocks<'a> {
     /// Front of the block table, as far as the step uses it. The table of a sequence only grows;
     /// its entries behind windows are ignored.
     pub table: &'a [BlockId],
-    /// Lower bound on the position of the step's first token. The step writes all blocks from this
-    /// position on. Of the earlier blocks it reads those in a window.
+    /// Lower bound on the position of the step's first token. The step writes the recurrent state
+    /// and all blocks from this position on. Of the earlier blocks it reads those in a window.
     pub position_min: usize,
 }
 
@@ -70,6 +70,8 @@ pub struct StreamStep {
     rows: Vec<StepRow>,
     /// Blocks that the step writes.
     writes: Vec<BlockId>,
+    /// Blocks that the step copies, and the copies.
+    copied: Vec<BlockId>,
 }
 
 /// Row of a step.
@@ -90,13 +92,18 @@ impl StreamAccess {
 
     /// Borrows all blocks of a step or, if it returns an error, none. Rows may share blocks that
     /// none of them writes. The caller lists every row once, and no block is written by two rows.
+    /// Before the rows are computed, the step copies the first block of each pair in `copies` to the
+    /// second one, which a row may write too.
     pub fn acquire<'a>(
         &mut self,
         rows: impl IntoIterator<Item = RowBlocks<'a>>,
+        copies: &[(BlockId, BlockId)],
     ) -> Result<StreamStep, ArenaError> {
         self.step_count += 1;
         let mut step = StreamStep::default();
-        match rows.into_iter().try_for_each(|row| self.acquire_row(&mut step, row)) {
+        let acquired = rows.into_iter().try_for_each(|row| self.acquire_row(&mut step, row));
+        let all = acquired.and_then(|()| self.acquire_copies(&mut step, copies));
+        match all {
             Ok(()) => Ok(step),
             Err(error) => {
                 self.undo(step);
@@ -111,6 +118,7 @@ impl StreamAccess {
         for block in step.writes {
             self.release_block(block, |users| &mut users.writing_steps);
         }
+        self.release_table(step.copied);
         for StepRow { slot, generation, .. } in step.rows {
             let sequences = &mut self.slots[slot as usize];
             let index = sequences.iter().position(|sequence| sequence.generation == generation);
@@ -164,17 +172,38 @@ impl StreamAccess {
         let is_same = |(&held, &block): (&BlockId, &BlockId)| held == block || held == NO_BLOCK;
         debug_assert!(sequence.table.iter().zip(known).all(is_same), "a block table only grows");
         for (entry, &block) in (known.len()..).zip(added) {
-            let is_needed = self.groups.is_needed(entry, position_min);
+            let is_state = entry < self.groups.state_entries();
+            let is_needed = is_state || self.groups.is_needed(entry, position_min);
             if is_needed {
                 self.read(block)?;
             }
             let held = if is_needed { block } else { NO_BLOCK };
             self.slots[slot as usize][index].table.push(held);
         }
-        let first_written = position_min / BLOCK_TOKENS * self.groups.count();
-        for &block in &table[first_written.min(table.len())..] {
+        let (state, _) = self.groups.split(table);
+        let first_written = position_min / BLOCK_TOKENS;
+        let first_written = self.groups.entries_of(first_written..first_written).start;
+        for &block in state.iter().chain(&table[first_written.min(table.len())..]) {
             self.write(block)?;
             step.writes.push(block);
+        }
+        Ok(())
+    }
+
+    fn acquire_copies(
+        &mut self,
+        step: &mut StreamStep,
+        copies: &[(BlockId, BlockId)],
+    ) -> Result<(), ArenaError> {
+        for &(from, to) in copies {
+            for block in [from, to] {
+                self.read(block)?;
+                step.copied.push(block);
+            }
+            if self.users[to.index()].last_writing_step != self.step_count {
+                self.write(to)?;
+                step.writes.push(to);
+            }
         }
         Ok(())
     }
@@ -293,15 +322,15 @@ mod tests {
     fn steps_in_flight_share_written_blocks_and_exclude_other_borrowers() {
         let arena = arena();
         let mut access = whole(&arena);
-        let first = access.acquire([row(0, &[A, B], 1)]).unwrap();
-        let second = access.acquire([row(0, &[A, B], 1), row(1, &[A, C], 1)]).unwrap();
+        let first = access.acquire([row(0, &[A, B], 1)], &[]).unwrap();
+        let second = access.acquire([row(0, &[A, B], 1), row(1, &[A, C], 1)], &[]).unwrap();
         assert!(arena.write(A).is_err() && arena.read(B).is_err());
         let beside = arena.read(A).unwrap();
         access.release(first, |_, _| 0);
         assert_eq!(arena.state(B).unwrap(), WRITTEN);
         // A third step only reads what the second step writes. Other readers are accepted once the
         // second step has run.
-        let third = access.acquire([row(0, &[A, B], 2)]).unwrap();
+        let third = access.acquire([row(0, &[A, B], 2)], &[]).unwrap();
         access.release(second, |_, _| 0);
         drop(beside);
         assert_eq!(states(&arena), [READ, READ, FREE], "the other row has no step in flight");
@@ -311,11 +340,36 @@ mod tests {
     }
 
     #[test]
+    fn states_are_written_by_every_step_and_copied_blocks_stay_borrowed() {
+        let arena = arena();
+        let groups = KvGroups::whole(1).with_state_entries(1);
+        let mut access = StreamAccess::new(&arena, groups);
+        // The state is A, the first block of the KV is B, and C is a cached state.
+        let table = [A, B, BlockId(3)];
+        let first = access.acquire([row(0, &table[..2], 0)], &[(C, A)]).unwrap();
+        assert_eq!(states(&arena), [WRITTEN, WRITTEN, READ]);
+        // A step cannot copy to a block that another owner reads.
+        let beside = arena.read(C).unwrap();
+        assert!(access.acquire([row(0, &table, 1)], &[(A, C)]).is_err());
+        drop(beside);
+        assert_eq!(states(&arena), [WRITTEN, WRITTEN, READ]);
+        access.release(first, |_, _| 0);
+        assert_eq!(states(&arena), [FREE; 3]);
+        let second = access.acquire([row(0, &table, 1)], &[(A, C)]).unwrap();
+        assert_eq!(states(&arena), [WRITTEN, READ, WRITTEN]);
+        let third = access.acquire([row(0, &table, 1)], &[]).unwrap();
+        access.release(second, |_, _| 16);
+        assert_eq!(states(&arena), [WRITTEN, READ, FREE]);
+        access.release(third, |_, _| 16);
+        assert_eq!(states(&arena), [FREE; 3]);
+    }
+
+    #[test]
     fn a_growing_block_table_borrows_its_new_blocks() {
         let arena = arena();
         let mut access = whole(&arena);
-        let first = access.acquire([row(0, &[A], 0)]).unwrap();
-        let second = access.acquire([row(0, &[A, B], 1)]).unwrap();
+        let first = access.acquire([row(0, &[A], 0)], &[]).unwrap();
+        let second = access.acquire([row(0, &[A, B], 1)], &[]).unwrap();
         assert_eq!(states(&arena), [WRITTEN, WRITTEN, FREE]);
         access.release(first, |_, _| 0);
         assert_eq!(states(&arena), [READ, WRITTEN, FREE]);
@@ -329,23 +383,23 @@ mod tests {
         let windows = [None, NonZeroUsize::new(16)];
         let mut access = StreamAccess::new(&arena, KvGroups::of_windows(&windows));
         let at = |position_min| RowBlocks { position_min, ..row(0, &[A, B, NO_BLOCK, C], 0) };
-        assert!(access.acquire([at(16)]).is_err(), "NO_BLOCK is written");
+        assert!(access.acquire([at(16)], &[]).is_err(), "NO_BLOCK is written");
         let table = [A, B, BlockId(3), C];
         let at = |position_min| RowBlocks { slot: 0, generation: 0, table: &table, position_min };
-        let first = access.acquire([at(20)]).unwrap();
-        let second = access.acquire([at(31)]).unwrap();
+        let first = access.acquire([at(20)], &[]).unwrap();
+        let second = access.acquire([at(31)], &[]).unwrap();
         assert_eq!(states(&arena), [READ, READ, WRITTEN]);
         // The token at position 31 does not attend to the first 16 tokens of the second group.
         access.release(first, |slot, generation| 31 + (slot + generation) as usize);
         assert_eq!(states(&arena), [READ, FREE, WRITTEN]);
         // The next step's table still names the released block, which has another owner now.
         let writer = arena.write(B).unwrap();
-        let third = access.acquire([at(31)]).unwrap();
+        let third = access.acquire([at(31)], &[]).unwrap();
         access.release(second, |_, _| 31);
         access.release(third, |_, _| 31);
         assert_eq!(states(&arena), [FREE, WRITTEN, FREE]);
         // The first step in flight of a sequence does not borrow the block either.
-        let fourth = access.acquire([at(31)]).unwrap();
+        let fourth = access.acquire([at(31)], &[]).unwrap();
         access.release(fourth, |_, _| 32);
         drop(writer);
         assert!((0..4).all(|id| arena.pins(BlockId(id)).unwrap() == 0));
@@ -355,10 +409,10 @@ mod tests {
     fn the_next_sequence_of_a_slot_borrows_its_own_blocks() {
         let arena = arena();
         let mut access = whole(&arena);
-        let first = access.acquire([row(0, &[A, B], 1)]).unwrap();
+        let first = access.acquire([row(0, &[A, B], 1)], &[]).unwrap();
         let next = RowBlocks { generation: 1, ..row(0, &[C], 0) };
-        let second = access.acquire([next]).unwrap();
-        let third = access.acquire([next]).unwrap();
+        let second = access.acquire([next], &[]).unwrap();
+        let third = access.acquire([next], &[]).unwrap();
         access.release(first, |_, _| 0);
         assert_eq!(states(&arena), [FREE, FREE, WRITTEN]);
         access.release(second, |_, _| 0);
@@ -371,16 +425,16 @@ mod tests {
     fn a_block_read_by_earlier_steps_may_be_written_by_a_later_step() {
         let arena = arena();
         let mut access = whole(&arena);
-        let first = access.acquire([row(0, &[A], 1)]).unwrap();
+        let first = access.acquire([row(0, &[A], 1)], &[]).unwrap();
         // The block's reader has left, and another row owns the block.
-        let second = access.acquire([row(1, &[A], 0)]).unwrap();
+        let second = access.acquire([row(1, &[A], 0)], &[]).unwrap();
         access.release(first, |_, _| 0);
         assert_eq!(arena.state(A).unwrap(), WRITTEN);
         access.release(second, |_, _| 0);
         assert_eq!(arena.state(A).unwrap(), FREE);
-        let third = access.acquire([row(0, &[A], 1)]).unwrap();
+        let third = access.acquire([row(0, &[A], 1)], &[]).unwrap();
         let beside = arena.read(A).unwrap();
-        assert!(access.acquire([row(1, &[A], 0)]).is_err(), "another borrower reads it");
+        assert!(access.acquire([row(1, &[A], 0)], &[]).is_err(), "another borrower reads it");
         drop(beside);
         access.release(third, |_, _| 0);
         assert_eq!(arena.pins(A).unwrap(), 0);
@@ -391,14 +445,14 @@ mod tests {
         let arena = arena();
         let mut access = whole(&arena);
         let writer = arena.write(B).unwrap();
-        assert!(access.acquire([row(0, &[C], 0), row(1, &[A, B], 2)]).is_err());
-        assert!(access.acquire([row(0, &[A, B], 1)]).is_err());
-        let twice = access.acquire([row(0, &[A], 0), row(1, &[A], 0)]);
+        assert!(access.acquire([row(0, &[C], 0), row(1, &[A, B], 2)], &[]).is_err());
+        assert!(access.acquire([row(0, &[A, B], 1)], &[]).is_err());
+        let twice = access.acquire([row(0, &[A], 0), row(1, &[A], 0)], &[]);
         assert!(twice.is_err(), "two rows write it");
-        assert!(access.acquire([row(0, &[BlockId(9)], 1)]).is_err());
+        assert!(access.acquire([row(0, &[BlockId(9)], 1)], &[]).is_err());
         drop(writer);
         assert!((0..4).all(|id| arena.pins(BlockId(id)).unwrap() == 0));
-        let step = access.acquire([row(0, &[A, B], 0)]).unwrap();
+        let step = access.acquire([row(0, &[A, B], 0)], &[]).unwrap();
         access.release(step, |_, _| 0);
         assert_eq!(states(&arena), [FREE; 3]);
     }
@@ -407,15 +461,15 @@ mod tests {
     fn a_rejected_step_leaves_no_blocks_in_the_table_of_an_older_step_in_flight() {
         let arena = arena();
         let mut access = whole(&arena);
-        let first = access.acquire([row(0, &[A], 1)]).unwrap();
+        let first = access.acquire([row(0, &[A], 1)], &[]).unwrap();
         let writer = arena.write(C).unwrap();
         // The step has borrowed B when it fails to borrow C, or to borrow the block of another row.
-        assert!(access.acquire([row(0, &[A, B, C], 1)]).is_err());
-        assert!(access.acquire([row(0, &[A, B], 1), row(1, &[C], 1)]).is_err());
+        assert!(access.acquire([row(0, &[A, B, C], 1)], &[]).is_err());
+        assert!(access.acquire([row(0, &[A, B], 1), row(1, &[C], 1)], &[]).is_err());
         assert_eq!(states(&arena), [READ, FREE, WRITTEN]);
         drop(writer);
         // The retry has another block at the same index of the table.
-        let retry = access.acquire([row(0, &[A, C], 1)]).unwrap();
+        let retry = access.acquire([row(0, &[A, C], 1)], &[]).unwrap();
         assert_eq!(states(&arena), [READ, FREE, WRITTEN]);
         access.release(first, |_, _| 0);
         access.release(retry, |_, _| 0);
@@ -426,8 +480,8 @@ mod tests {
     fn dropping_the_stream_access_releases_all_blocks() {
         let arena = arena();
         let mut access = whole(&arena);
-        let first = access.acquire([row(0, &[A, B], 1)]).unwrap();
-        let forgotten = [first, access.acquire([row(1, &[B], 1)]).unwrap()];
+        let first = access.acquire([row(0, &[A, B], 1)], &[]).unwrap();
+        let forgotten = [first, access.acquire([row(1, &[B], 1)], &[]).unwrap()];
         drop((forgotten, access));
         assert_eq!(states(&arena), [FREE; 3]);
     }

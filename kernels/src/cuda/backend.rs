@@ -36,10 +36,10 @@ use super::{
 };
 use crate::{
     backend::{
-        Backend, ExpertShape, ExpertWeights, GatedActivation, HeadShape, HeadWeights,
+        Backend, ExpertShape, ExpertWeights, GatedActivation, GatedDelta, HeadShape, HeadWeights,
         LayerAttention, LowRankShape, NormSpan, RowSource,
     },
-    layout::{Dtype, KvFormat, KvLayout, WeightFormat},
+    layout::{Dtype, KvFormat, KvLayout, StateShape, WeightFormat},
     shard::Shard,
 };
 
@@ -423,6 +423,10 @@ impl Backend for CudaBackend {
         buffers
     }
 
+    fn delta_buffer(&self, rows_max: usize, shape: StateShape) -> CudaBuffer {
+        self.place_delta(rows_max, shape)
+    }
+
     fn low_rank(&self, slots: usize, shape: &LowRankShape) -> CudaLowRank {
         let sizes = AdapterSizes { slots, ..self.options.adapters };
         CudaLowRank::place(sizes, shape, |bytes| self.cut(&self.adapters, bytes))
@@ -711,6 +715,22 @@ impl Backend for CudaBackend {
         };
         let outcome = self.attention.run(&self.library, &self.compute, step, attention, addresses);
         self.note(outcome);
+    }
+
+    fn apply_gate(&mut self, rows: usize, gate: &CudaBuffer, x: &mut CudaBuffer) {
+        self.run_gate(rows, gate, x);
+    }
+
+    fn gated_delta(
+        &mut self,
+        delta: GatedDelta<'_, CudaVector>,
+        projected: &CudaBuffer,
+        rates: &CudaBuffer,
+        mixed: &mut CudaBuffer,
+        step: &mut CudaStep,
+        out: &mut CudaBuffer,
+    ) {
+        self.run_delta(delta, [projected, rates, mixed, out], step);
     }
 
     fn add_bias(&mut self, rows: usize, bias: &CudaVector, x: &mut CudaBuffer) {

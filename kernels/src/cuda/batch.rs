@@ -6,6 +6,7 @@
 //! results, and for the upload from a pinned buffer that it fills again.
 
 mod check;
+mod copies;
 mod frame;
 mod pooled;
 mod sizes;
@@ -239,7 +240,7 @@ impl DeviceBatch {
             input.extensions,
             input.known_drafts,
             input.sequences,
-            (self.plan_words, self.limits.vocabulary),
+            (self.plan_words, self.limits.vocabulary, self.memory.groups.state_entries()),
         );
         let (last, before) = plans.split_last().expect("a step has a plan");
         for words in before {

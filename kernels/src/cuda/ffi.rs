@@ -1,8 +1,8 @@
 //! Rust declarations of `kernels/cuda/include/baton_kernels.h`,
-//! `kernels/cuda/collective/collective.h`, `kernels/cuda/experts/experts.h`,
-//! `kernels/cuda/gemm/int4.h` and `kernels/cuda/trace/ranges.h`: the same structs in the same
-//! order, and the functions that Baton calls. [`STRUCT_BYTES`] is compared with the library's own
-//! sizes before the first call.
+//! `kernels/cuda/collective/collective.h`, `kernels/cuda/delta/delta.h`,
+//! `kernels/cuda/experts/experts.h`, `kernels/cuda/gemm/int4.h` and `kernels/cuda/trace/ranges.h`:
+//! the same structs in the same order, and the functions that Baton calls. [`STRUCT_BYTES`] is
+//! compared with the library's own sizes before the first call.
 
 use std::{
     ffi::{c_char, c_void},
@@ -109,7 +109,7 @@ macro_rules! structs {
         )*
 
         /// Sizes in bytes of the structs, in order.
-        pub(super) const STRUCT_BYTES: [usize; 28] = [$(size_of::<$name>()),*];
+        pub(super) const STRUCT_BYTES: [usize; 29] = [$(size_of::<$name>()),*];
     };
 }
 
@@ -555,6 +555,39 @@ structs! {
         pub parts: i32,
         pub reserved: i32,
     }
+
+    pub struct DeltaArgs {
+        pub projected: Address,
+        pub rates: Address,
+        pub conv: Address,
+        pub decay_log: Address,
+        pub time_bias: Address,
+        pub norm: Address,
+        pub mixed: Address,
+        pub out: Address,
+        pub blocks: Address,
+        pub tables: Address,
+        pub projected_stride: i64,
+        pub rates_stride: i64,
+        pub mixed_stride: i64,
+        pub out_stride: i64,
+        pub block_bytes: i64,
+        pub head_bytes: i64,
+        pub table_width: i32,
+        pub dtype: i32,
+        pub rows: i32,
+        pub sequences: i32,
+        pub key_heads: i32,
+        pub value_heads: i32,
+        pub key_dim: i32,
+        pub value_dim: i32,
+        pub taps: i32,
+        pub lanes: i32,
+        pub pieces: i32,
+        pub piece_rows: i32,
+        pub layer_row: i32,
+        pub eps: f32,
+    }
 }
 
 /// `BATON_DIGESTS_MAX` of `kernels/cuda/digest/digest.h`.
@@ -642,6 +675,9 @@ functions! {
     baton_expert_gemm: fn(*const ExpertGemmArgs, RawStream) -> i32;
     baton_mxfp4_gemm: fn(*const Mxfp4GemmArgs, RawStream) -> i32;
     baton_combine_experts: fn(*const CombineArgs, RawStream) -> i32;
+    baton_gated_delta: fn(*const DeltaArgs, *const StepArrays, RawStream) -> i32;
+    baton_apply_gate: fn(i32, Address, Address, i32, i32, RawStream) -> i32;
+    baton_copy_blocks: fn(Address, i64, *const i32, i32, RawStream) -> i32;
     baton_sample: fn(*const SlotPool, *const StepArrays, *const SampleArgs, RawStream) -> i32;
     baton_draft: fn(*const SlotPool, *const StepArrays, i32, i32, i32, i32, RawStream) -> i32;
     baton_accept: fn(*const SlotPool, *const StepArrays, i32, i32, Address, RawStream) -> i32;

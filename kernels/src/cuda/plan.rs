@@ -72,19 +72,21 @@ pub(super) fn words_min(slots: usize) -> usize {
 struct SlotWrite {
     target: RunTarget,
     slot: u32,
-    first: u32,
+    /// First place. Entries of a recurrent state are before the first block of a block table.
+    first: i32,
     words: Vec<u32>,
 }
 
 /// Encodes the plans of one step, to be applied in order. The last plan has the sequences; the
-/// earlier plans hold the writes that did not fit into `words_max` words.
+/// earlier plans hold the writes that did not fit into `words_max` words. The first `state_entries`
+/// blocks of a table are a recurrent state.
 pub(super) fn encode(
     step_id: u32,
     admissions: &[Admission<'_>],
     extensions: &[Extension<'_>],
     drafts: &[KnownDrafts<'_>],
     sequences: &[StepRows],
-    (words_max, vocabulary): (usize, u32),
+    (words_max, vocabulary, state_entries): (usize, u32, usize),
 ) -> Vec<Vec<u32>> {
     let all_rules = admissions.iter().map(|it| Rules::new(it.sampling, vocabulary));
     let rules: Vec<Rules> = all_rules.collect();
@@ -95,7 +97,8 @@ pub(super) fn encode(
     let mut plans = Vec::new();
     let mut runs = Vec::new();
     let mut left = words_max.saturating_sub(fixed);
-    for write in writes(admissions.iter().zip(rules), extensions, drafts) {
+    let state_entries = state_entries as i32;
+    for write in writes(admissions.iter().zip(rules), extensions, drafts, state_entries) {
         let (mut first, mut words) = (write.first, &write.words[..]);
         while !words.is_empty() {
             if left <= RUN_WORDS {
@@ -106,7 +109,7 @@ pub(super) fn encode(
             let (now, rest) = words.split_at(words.len().min(left - RUN_WORDS));
             left -= RUN_WORDS + now.len();
             runs.push(SlotWrite { words: now.to_vec(), first, ..write });
-            (first, words) = (first + now.len() as u32, rest);
+            (first, words) = (first + now.len() as i32, rest);
         }
     }
     plans.push(plan(step_id, sequences, drafts, &admitted, &runs));
@@ -190,6 +193,7 @@ fn writes<'a>(
     admissions: impl Iterator<Item = (&'a Admission<'a>, Rules)> + 'a,
     extensions: &'a [Extension<'_>],
     drafts: &'a [KnownDrafts<'_>],
+    state_entries: i32,
 ) -> impl Iterator<Item = SlotWrite> + 'a {
     let ids = |blocks: &[BlockId]| blocks.iter().map(|block| block.0).collect();
     let admitted = admissions.flat_map(move |(admission, rules)| {
@@ -198,23 +202,28 @@ fn writes<'a>(
             _ => admission.sampling.stop_token_ids.clone(),
         };
         [
-            (RunTarget::Tokens, admission.tokens.to_vec()),
-            (RunTarget::Blocks, ids(admission.blocks)),
-            (RunTarget::Stops, stops),
-            (RunTarget::Rules, rules.words),
+            (RunTarget::Tokens, 0, admission.tokens.to_vec()),
+            (RunTarget::Blocks, -state_entries, ids(admission.blocks)),
+            (RunTarget::Stops, 0, stops),
+            (RunTarget::Rules, 0, rules.words),
         ]
-        .map(|(target, words)| SlotWrite { target, slot: admission.slot, first: 0, words })
+        .map(|(target, first, words)| SlotWrite {
+            target,
+            slot: admission.slot,
+            first,
+            words,
+        })
     });
     let extended = extensions.iter().map(move |extension| SlotWrite {
         target: RunTarget::Blocks,
         slot: extension.slot,
-        first: extension.first,
+        first: extension.first as i32 - state_entries,
         words: ids(extension.blocks),
     });
     let drafted = drafts.iter().map(|drafts| SlotWrite {
         target: RunTarget::Tokens,
         slot: drafts.slot,
-        first: drafts.length,
+        first: drafts.length as i32,
         words: drafts.tokens.to_vec(),
     });
     admitted.chain(extended).chain(drafted)
@@ -263,7 +272,7 @@ fn plan(
         let header = PlanRun {
             target: run.target as i32,
             slot: run.slot as i32,
-            first: run.first as i32,
+            first: run.first,
             count: count as i32,
             at: at as u32,
         };
@@ -283,7 +292,7 @@ mod tests {
     use super::*;
 
     /// Decodes plans as the device does, into (target, slot, place, word).
-    fn applied(plans: &[Vec<u32>]) -> Vec<(i32, i32, u32, u32)> {
+    fn applied(plans: &[Vec<u32>]) -> Vec<(i32, i32, i32, u32)> {
         let mut writes = Vec::new();
         for plan in plans {
             assert_eq!(plan[0] as usize, plan.len());
@@ -293,7 +302,7 @@ mod tests {
                 writes.extend(
                     words
                         .iter()
-                        .zip(run[2]..)
+                        .zip(run[2] as i32..)
                         .map(|(&word, place)| (run[0] as i32, run[1] as i32, place, word)),
                 );
             }
@@ -330,7 +339,7 @@ mod tests {
             StepRows { slot: 1, position: 64, rows: 3, samples: 3 },
         ];
         let drafts = KnownDrafts { slot: 1, length: 65, tokens: &[21, 22] };
-        let plans = encode(42, &[admission], &[extension], &[drafts], &sequences, (1000, 40));
+        let plans = encode(42, &[admission], &[extension], &[drafts], &sequences, (1000, 40, 0));
         let [plan] = &plans[..] else { panic!("{} plans", plans.len()) };
         assert_eq!(plan[..10], [plan.len() as u32, 2, 5, 4, 1, 6, 16, 24, 48, 42]);
         assert_eq!(plan[16..24], [3, 2, 1, 0, 1, 3, 3, 2]);
@@ -353,6 +362,25 @@ mod tests {
     }
 
     #[test]
+    fn entries_of_a_state_are_before_the_first_block() {
+        let blocks = [3, 4, 5, 6].map(BlockId);
+        let sampling = Sampling::greedy();
+        let admission = Admission {
+            slot: 2,
+            tokens: &[],
+            prompt_len: 0,
+            position: 0,
+            blocks: &blocks,
+            sampling: &sampling,
+            adapter: None,
+        };
+        let extension = Extension { slot: 2, first: 4, blocks: &blocks[..1] };
+        let plans = encode(1, &[admission], &[extension], &[], &[], (1000, 40, 3));
+        let places: Vec<_> = applied(&plans).into_iter().map(|(.., at, id)| (at, id)).collect();
+        assert_eq!(places, [(-3, 3), (-2, 4), (-1, 5), (0, 6), (1, 3)]);
+    }
+
+    #[test]
     fn oversized_plan_is_split_before_the_sequences() {
         let tokens: Vec<u32> = (0..1000).collect();
         let blocks: Vec<BlockId> = (0..63).map(BlockId).collect();
@@ -369,10 +397,10 @@ mod tests {
         };
         let occupants = [occupant, Admission { slot: 1, ..occupant }];
         let sequences = [StepRows { slot: 1, position: 0, rows: 8, samples: 0 }];
-        let whole = applied(&encode(1, &occupants, &[], &[], &sequences, (1 << 20, 40)));
+        let whole = applied(&encode(1, &occupants, &[], &[], &sequences, (1 << 20, 40, 0)));
         assert_eq!(whole.len(), 2 * 1063);
         for words_max in [words_min(2), 200, 777] {
-            let plans = encode(1, &occupants, &[], &[], &sequences, (words_max, 40));
+            let plans = encode(1, &occupants, &[], &[], &sequences, (words_max, 40, 0));
             assert!(plans.len() > 1 && plans.iter().all(|plan| plan.len() <= words_max));
             assert_eq!(applied(&plans), whole);
             let (last, before) = plans.split_last().unwrap();

@@ -118,6 +118,22 @@ impl CudaStep {
         &self.memory.pool
     }
 
+    /// Returns the address of the first entry of the recurrent state in the block table of slot 0.
+    pub(super) fn state_tables(&self) -> ffi::Address {
+        let entries = self.state_entries();
+        self.pool().block_tables - (entries * size_of::<i32>()) as u64
+    }
+
+    /// Returns the entries of the recurrent state in a block table.
+    pub(super) fn state_entries(&self) -> usize {
+        self.memory.groups.state_entries()
+    }
+
+    /// Returns the layout of a block.
+    pub(super) fn block_layout(&self) -> KvLayout {
+        self.memory.blocks.layout()
+    }
+
     /// Returns the arrays with the destinations and pages of the first KV group.
     pub(super) fn arrays(&self) -> &ffi::StepArrays {
         &self.memory.step

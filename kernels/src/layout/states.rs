@@ -70,6 +70,17 @@ impl StateShape {
         2 * self.key_width() + 2 * self.value_width()
     }
 
+    /// Returns the channels of the convolution: the width of queries, keys and values.
+    pub fn channels(&self) -> usize {
+        2 * self.key_width() + self.value_width()
+    }
+
+    /// Returns the width of the values between the operations of a layer: queries, keys and values,
+    /// then decay and update rate of each value head.
+    pub fn mixed_width(&self) -> usize {
+        self.channels() + 2 * self.value_heads
+    }
+
     /// Returns the elements of a row.
     fn row_elements(&self) -> usize {
         self.key_dim.max(self.value_dim)
@@ -94,9 +105,9 @@ pub(crate) struct StatePlaces {
     /// Shape with the heads of one lane.
     pub lane: StateShape,
     /// Pieces of a lane in a block.
-    pieces: usize,
+    pub pieces: usize,
     /// Rows of a piece.
-    piece_rows: usize,
+    pub piece_rows: usize,
 }
 
 /// Heads of one lane whose past inputs have rows of their own.

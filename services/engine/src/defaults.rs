@@ -93,11 +93,21 @@ impl ModelSizes {
             let size = shard.expert_rows(experts.size).len();
             experts.choice.count * (size + config.hidden_size) + shared
         });
-        let width = width + of_experts;
+        let has_gate =
+            config.layers.iter().any(|it| it.attention().is_some_and(|it| it.has_output_gate));
+        let gate = if has_gate { heads.query_width() } else { 0 };
+        // Linear attention: projections, rates and output. GPUs have intermediate values in f32.
+        let state = config.state_shape().map(|state| state.part(shard.rank_count()));
+        let of_delta = state.map_or(0, |state| {
+            state.projected_width() + 2 * state.value_heads + state.value_width()
+        });
+        let mixed = state.filter(|_| is_gpu).map_or(0, |state| state.mixed_width());
+        let width = width + of_experts + gate + of_delta;
         let block_bytes = config.kv_layout_of(kv, shard).block_bytes();
         Self {
             weights: weight_bytes(checkpoint, shard, weights, is_gpu),
-            activations: (width * weights.dtype().bytes() + 4 * config.hidden_size) as u64,
+            activations: (width * weights.dtype().bytes() + 4 * (config.hidden_size + mixed))
+                as u64,
             kv: (block_bytes / BLOCK_TOKENS) as u64,
         }
     }

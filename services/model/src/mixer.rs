@@ -220,6 +220,8 @@ struct DeltaActivations<B: Backend> {
     projected: B::Buffer,
     /// `[rows][2 * value_heads]`.
     rates: B::Buffer,
+    /// Intermediate values of the backend.
+    mixed: B::Buffer,
     attended: Mixed<B>,
 }
 
@@ -256,6 +258,7 @@ impl<B: Backend> MixerActivations<B> {
             delta: context.state.map(|state| DeltaActivations {
                 projected: rows(state.projected_width()),
                 rates: rows(2 * state.value_heads),
+                mixed: backend.delta_buffer(limits.rows_max, state),
                 attended: Mixed::new(backend, limits, state.value_width()),
             }),
         }
@@ -295,7 +298,7 @@ impl<B: Backend> MixerActivations<B> {
             MixerWeights::GatedDelta(weights) => {
                 let DeltaWeights { conv, decay_log, time_bias, norm, .. } = weights;
                 let activations = self.delta.as_mut().expect("the model has linear attention");
-                let DeltaActivations { projected, rates, attended } = activations;
+                let DeltaActivations { projected, rates, mixed, attended } = activations;
                 backend.matmul(rows, normed, &weights.projection, projected);
                 backend.matmul(rows, normed, &weights.rates, rates);
                 let delta = GatedDelta {
@@ -307,7 +310,7 @@ impl<B: Backend> MixerActivations<B> {
                     norm,
                     eps: context.eps,
                 };
-                backend.gated_delta(delta, projected, rates, step, &mut attended.all);
+                backend.gated_delta(delta, projected, rates, mixed, step, &mut attended.all);
             }
         }
     }

@@ -166,7 +166,8 @@ impl BatchArraySizes {
             slots: at[0],
             sampling: at[1],
             tokens: at[2],
-            block_tables: at[3],
+            // The entries of a state are before those of the KV.
+            block_tables: at[3] + (groups.state_entries() * size_of::<i32>()) as u64,
             stop_tokens: at[4],
             rules: at[5],
             slot_count: limits.slots as i32,

@@ -252,7 +252,7 @@ impl CudaExecutor {
             self.collect_launched()?;
         }
         let step = self.rows.apply(plan, verified)?;
-        let blocks = self.access.acquire(self.rows.blocks(&step));
+        let blocks = self.access.acquire(self.rows.blocks(&step), &plan.copies);
         let blocks = blocks.map_err(|error| bad(error.to_string()))?;
         let (rows_min, dispatch) = match step.pooled.is_empty() {
             true => self.graphs.dispatch(&step.sequences, verified),
@@ -306,6 +306,7 @@ impl CudaExecutor {
             let backend = &mut self.backend;
             backend.context().bind()?;
             let mut prepared = self.batch.begin(backend, &input)?;
+            self.batch.copy_blocks(backend, &plan.copies)?;
             drop(planning);
             let _launching = range(c"launch");
             if prepared.rows() > 0 {
@@ -608,6 +609,14 @@ fn gemm_shapes(
     let tokens = shard.tokens(config.vocab_size).len();
     let mut layer =
         vec![(config.hidden_size, heads.qkv_width()), (heads.query_width(), config.hidden_size)];
+    if config.layers.iter().any(|it| it.attention().is_some_and(|it| it.has_output_gate)) {
+        layer.push((config.hidden_size, heads.query_width()));
+    }
+    // The rates of linear attention have few outputs and are not quantized, so they are not tuned.
+    if let Some(state) = config.state_shape().map(|state| state.part(shard.rank_count())) {
+        let projection = (config.hidden_size, state.projected_width());
+        layer.extend([projection, (state.value_width(), config.hidden_size)]);
+    }
     // Experts have kernels of their own. The shared expert runs on the GEMMs of dense layers.
     let shared = config.experts().and_then(|experts| experts.shared);
     if let Some(size) = shared.map(|shared| shard.part(shared.size).len()) {

@@ -4,8 +4,8 @@ use kernels::{
     KvFormat, Shard, WeightFormat,
     backend::{HeadShape, NormSpan},
     cuda::{
-        AttentionKind, CudaError, CudaOptions, EXPERT_GROUPS_MAX, EXPERTS_CHOSEN_MAX, EXPERTS_MAX,
-        supports_fp8_kv,
+        AttentionKind, CudaError, CudaOptions, DELTA_DIM_MAX, DELTA_DIM_UNIT, EXPERT_GROUPS_MAX,
+        EXPERTS_CHOSEN_MAX, EXPERTS_MAX, supports_fp8_kv,
     },
     mxfp4::GROUP as MXFP4_GROUP,
 };
@@ -29,15 +29,22 @@ fn check_int4(checkpoint: &Checkpoint, compute: u32) -> Result<(), CudaExecutorE
     Err(CudaError::Unsupported { what, value, allowed }.into())
 }
 
-/// Checks that there are kernels on GPUs for the mixers of the layers.
-fn check_mixers(checkpoint: &Checkpoint) -> Result<(), CudaExecutorError> {
-    let config = checkpoint.config();
-    if config.layers.iter().any(|it| it.attention().is_none_or(|it| it.has_output_gate)) {
-        let (what, value) = ("the model's family", config.family.name().to_owned());
-        let allowed = "a family without linear attention on GPUs, or node.device = \"cpu\"";
-        return Err(CudaError::Unsupported { what, value, allowed }.into());
-    }
-    Ok(())
+/// Checks that there are kernels on a GPU of this compute capability for linear attention, if the
+/// model has such layers.
+fn check_delta(checkpoint: &Checkpoint, compute: u32) -> Result<(), CudaExecutorError> {
+    let Some(state) = checkpoint.config().state_shape() else { return Ok(()) };
+    let has_kernel = |dim: &usize| dim.is_multiple_of(DELTA_DIM_UNIT) && *dim <= DELTA_DIM_MAX;
+    let dims = [state.key_dim, state.value_dim];
+    let (what, value, allowed) = if compute != 90 {
+        let what = "the compute capability of a GPU for linear attention";
+        (what, format!("{}.{}", compute / 10, compute % 10), "9.0, or node.device = \"cpu\"")
+    } else if let Some(dim) = dims.iter().find(|dim| !has_kernel(dim)) {
+        let what = "a head size of linear attention";
+        (what, dim.to_string(), "multiples of 4 up to 256 on GPUs, or node.device = \"cpu\"")
+    } else {
+        return Ok(());
+    };
+    Err(CudaError::Unsupported { what, value, allowed }.into())
 }
 
 /// Checks that there are kernels for the model on a GPU of this compute capability, with these
@@ -50,7 +57,7 @@ pub fn check_model(
     let (config, weights) = (checkpoint.config(), options.weights);
     config.check_shard(shard)?;
     check_int4(checkpoint, compute)?;
-    check_mixers(checkpoint)?;
+    check_delta(checkpoint, compute)?;
     check_kv_format(config.head_shape_of(shard), options, compute)?;
     if let Some(experts) = config.experts() {
         let unsupported = |what, value: String, allowed| {
@@ -198,16 +205,25 @@ mod tests {
     }
 
     #[test]
-    fn linear_attention_is_refused() {
-        let config = json!({
-            "architectures": ["Qwen3NextForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
-            "num_hidden_layers": 4, "vocab_size": 200, "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
-            "linear_conv_kernel_dim": 4
-        });
-        let expected = "cannot run the kernels: the model's family is qwen3_next; expected a family \
-                        without linear attention on GPUs, or node.device = \"cpu\"";
-        assert_eq!(refusal(&config, (WeightFormat::Bf16, 90)), expected);
+    fn linear_attention_without_kernels_is_refused() {
+        let config = |key_dim: u32| {
+            json!({
+                "architectures": ["Qwen3NextForCausalLM"], "hidden_size": 64,
+                "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 200,
+                "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                "linear_key_head_dim": key_dim, "linear_value_head_dim": 64,
+                "linear_conv_kernel_dim": 4, "num_experts": 8, "num_experts_per_tok": 2
+            })
+        };
+        assert_eq!(refusal(&config(64), (WeightFormat::Bf16, 90)), "");
+        assert_eq!(refusal(&config(64), (WeightFormat::Fp8, 90)), "");
+        let error = refusal(&config(64), (WeightFormat::Bf16, 89));
+        assert!(error.contains("GPU for linear attention is 8.9; expected 9.0, or"), "{error}");
+        for dim in [6, 260] {
+            let error = refusal(&config(dim), (WeightFormat::Bf16, 90));
+            let expected = format!("linear attention is {dim}; expected multiples of 4 up to 256");
+            assert!(error.contains(&expected), "{error}");
+        }
     }
 
     #[test]

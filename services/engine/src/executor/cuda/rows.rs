@@ -78,11 +78,6 @@ impl DeviceRows {
         plan: &StepPlan,
         verified: u32,
     ) -> Result<DeviceStep, ExecutorError> {
-        if !plan.copies.is_empty() {
-            let (step_id, count) = (plan.step_id, plan.copies.len());
-            let reason = format!("{count} copies of blocks are planned; expected none on GPUs");
-            return Err(ExecutorError::BadPlan { step_id, reason });
-        }
         let scheduled = self.batch.apply(plan, refusal, |_, _| Vec::new())?;
         let mut step = DeviceStep { scheduled, ..DeviceStep::default() };
         for (planned, row) in plan.rows.iter().zip(&mut step.scheduled) {
