@@ -300,17 +300,22 @@ pub(crate) fn linear_attention_time_is_reported() {
     let layout =
         KvLayout { layer_count: 10, kv_head_count: 2, head_dim: 256, format: KvFormat::Bf16 };
     let groups = KvGroups::whole(10).with_state(Some(shape), layout);
-    for (sequences, rows) in [(1, 1), (8, 1), (32, 1), (128, 1), (1, 512), (8, 512), (1, 4096)] {
+    // Sequences with a state, which is read and written.
+    const START: u32 = 16;
+    for (sequences, rows) in
+        [(1, 1), (8, 1), (32, 1), (128, 1), (1, 512), (8, 512), (1, 2048), (1, 4096)]
+    {
         let all_rows = sequences * rows;
         let options = CudaOptions::new(WeightFormat::Bf16);
         let (mut cuda, mut layer) =
             gpu.backend_with(options, |backend| Layer::new(backend, shape, all_rows));
-        let count = groups.entries(rows) as u32;
+        let length = START as usize + rows;
+        let count = groups.entries(length) as u32;
         let (kv, _) = gpu.kv(layout, sequences as u32 * count);
         let limits = BatchLimits {
             hidden: 0,
             slots: sequences as u32,
-            sequence_tokens: rows as u32,
+            sequence_tokens: length as u32,
             rows: all_rows as u32,
             samples: sequences as u32,
             stops: 1,
@@ -318,22 +323,22 @@ pub(crate) fn linear_attention_time_is_reported() {
             depth: 1,
         };
         let mut batch = DeviceBatch::new(&cuda, kv, groups.clone(), limits).unwrap();
-        let (sampling, tokens) = (Sampling::greedy(), vec![1; rows]);
+        let (sampling, tokens) = (Sampling::greedy(), vec![1; length]);
         let tables: Vec<Vec<BlockId>> = (0..sequences as u32)
             .map(|sequence| (0..count).map(|entry| BlockId(sequence * count + entry)).collect())
             .collect();
         let admission = |(slot, blocks)| Admission {
             slot,
             tokens: &tokens,
-            prompt_len: rows as u32,
-            position: 0,
+            prompt_len: length as u32,
+            position: START,
             blocks,
             sampling: &sampling,
             adapter: None,
         };
         let blocks = tables.iter().map(Vec::as_slice);
         let admissions: Vec<_> = (0..).zip(blocks).map(admission).collect();
-        let of_slot = |slot| StepRows { slot, position: 0, rows: rows as u32, samples: 1 };
+        let of_slot = |slot| StepRows { slot, position: START, rows: rows as u32, samples: 1 };
         let input = StepInput {
             step_id: 0,
             admissions: &admissions,
