@@ -23,6 +23,7 @@ constexpr int KEY_LANES = 8;  // lanes that share the keys of a column
 constexpr int COLUMNS = 2;    // columns of a lane
 constexpr int SLICE = WARPS * WARP / KEY_LANES * COLUMNS;  // columns of a CTA
 constexpr int TILE = 8;  // rows that are fetched together
+constexpr int DECODE_CTAS = 7;  // of an SM, as a step that decodes waits for states
 constexpr float L2_EPS = 1e-6f;
 constexpr int CONV_TAPS = 3;  // of every published model
 constexpr int CONV_ROWS = 8;  // rows of a warp that loads the weights of its channels once
@@ -227,9 +228,9 @@ struct Tile {
   float2 rates[TILE];  // decay, update rate
 };
 
-// blockIdx: slice, value head, sequence. DIM is at least key_dim; the remaining keys are 0.
-template <class T, int DIM>
-__global__ void __launch_bounds__(THREADS)
+// blockIdx: slice, value head, sequence. DIM is at least key_dim; the remaining keys are 0. CTAS: of an SM, at least.
+template <class T, int DIM, int CTAS>
+__global__ void __launch_bounds__(THREADS, CTAS)
     recurrence_kernel(const __grid_constant__ Delta delta, const baton_step step) {
   constexpr int KEYS = DIM / KEY_LANES;  // keys of a lane, in groups of 4
   __shared__ alignas(16) Tile<DIM> tiles[2];
@@ -454,10 +455,11 @@ int32_t load_delta() {
     BATON_TRY((load(conv_kernel<T, 1, 0>)));
     BATON_TRY((load(conv_kernel<T, 2, CONV_TAPS>)));
     BATON_TRY((load(conv_kernel<T, 2, 0>)));
-    BATON_TRY((load(recurrence_kernel<T, 32>)));
-    BATON_TRY((load(recurrence_kernel<T, 64>)));
-    BATON_TRY((load(recurrence_kernel<T, 128>)));
-    BATON_TRY((load(recurrence_kernel<T, 256>)));
+    BATON_TRY((load(recurrence_kernel<T, 32, 1>)));
+    BATON_TRY((load(recurrence_kernel<T, 64, 1>)));
+    BATON_TRY((load(recurrence_kernel<T, 128, 1>)));
+    BATON_TRY((load(recurrence_kernel<T, 128, DECODE_CTAS>)));
+    BATON_TRY((load(recurrence_kernel<T, 256, 1>)));
     BATON_TRY(load(gated_norm_kernel<T>));
     return load(gate_kernel<T>);
   };
@@ -503,10 +505,12 @@ BATON_API int32_t baton_gated_delta(const baton_delta_args* args, const baton_st
         return launch("delta rule", kernel, grid, dim3(THREADS), 0, as_stream(stream), delta, *step);
       };
       const int dim = args->key_dim;
-      BATON_TRY(dim <= 32    ? recur(recurrence_kernel<T, 32>)
-                : dim <= 64  ? recur(recurrence_kernel<T, 64>)
-                : dim <= 128 ? recur(recurrence_kernel<T, 128>)
-                             : recur(recurrence_kernel<T, 256>));
+      const bool is_decode = args->rows == args->sequences;
+      BATON_TRY(dim <= 32                 ? recur(recurrence_kernel<T, 32, 1>)
+                : dim <= 64               ? recur(recurrence_kernel<T, 64, 1>)
+                : dim <= 128 && is_decode ? recur(recurrence_kernel<T, 128, DECODE_CTAS>)
+                : dim <= 128              ? recur(recurrence_kernel<T, 128, 1>)
+                                          : recur(recurrence_kernel<T, 256, 1>));
       return launch("gated norm", gated_norm_kernel<T>, dim3(args->rows, divide_up(args->value_heads, WARPS)),
                     dim3(THREADS), 0, as_stream(stream), delta);
     });

@@ -140,10 +140,9 @@ fn load_weights(
     fingerprint: impl FnOnce() -> Result<u128, ModelError>,
 ) -> Result<(Loaded, Box<dyn Executor>), NodeStartError> {
     let started = Instant::now();
-    let model = checkpoint.config();
+    let (model, tp) = (checkpoint.config(), config.node.tp);
     let weights = settings::weight_format(config.model.dtype);
     let layout = model.block_layout(settings::kv_format(&config.model));
-    let tp = config.node.tp;
     tensor_parallel::check(model, &config.node)?;
     let traits = |device| settings::node_traits(config, role, checkpoint, device);
     let (mut executor, arena, traits, cpus, cpu_fallback): (Box<dyn Executor>, _, _, _, _) = if tp

@@ -84,11 +84,7 @@ impl Node {
         let attempts_max = attempts_max(&scheduler_config);
         let (inbox, commands) = EngineInbox::new(attempts_max, steps.waker());
         let drafts_max = scheduler_config.limits.speculation.map_or(0, |it| it.row_drafts);
-        if drafts_max == 0 && config.node.speculate != config::Speculate::Off {
-            tracing::warn!(
-                "node.speculate has no effect: the model has recurrent states, which cannot be undone"
-            );
-        }
+        warn_of_no_drafts(config, drafts_max);
         let node_metrics = NodeMetrics::new(metrics, &checked.served_name, drafts_max);
         let tier_copies = tier_copies.map(Arc::new);
         let tier_threads = tier_copies.clone().zip(tier_events).map(|(copies, events)| {
@@ -386,4 +382,13 @@ fn mask_threads() -> usize {
 /// Returns the most sequences that the scheduler may know: running, waiting, or in a transfer.
 fn attempts_max(config: &SchedulerConfig) -> u32 {
     config.limits.slots.saturating_add(config.waiting_max).saturating_add(config.transfers_max)
+}
+
+/// Warns if the operator's draft tokens have no effect.
+fn warn_of_no_drafts(config: &Config, drafts_max: u32) {
+    if drafts_max == 0 && config.node.speculate != config::Speculate::Off {
+        tracing::warn!(
+            "node.speculate has no effect: the model has recurrent states, which cannot be undone"
+        );
+    }
 }
