@@ -5,9 +5,9 @@
 // that 8 rows of x need half of the instructions. A stage has 16 weight rows: a chunk of 8 rows for each half of the
 // result. A lane multiplies the 32 numbers of each chunk that it has loaded, without exchange between lanes.
 //
-// A number q becomes the bf16 number 128 + q by two logic instructions, because the last bits of 128 count ones. So the
-// sum of the products for a scale has 128 + zero point times the sum of x too much, which is subtracted from the sum:
-// mma of ones and x adds x. Then the sum is multiplied by the f32 scale. All products are exact, and all sums are f32.
+// A number q becomes the bf16 number 128 + q by two logic instructions, because the last bits of 128 count ones. The
+// subtraction of 128 + zero point is exact. The products are added in f32 for each scale, and their sum is multiplied
+// by the f32 scale, so no product is rounded.
 //
 // Above 32 rows the GEMM runs once for every 32 rows. The later runs read most weights from the L2 cache.
 #include <algorithm>
@@ -26,7 +26,7 @@ struct Int4Weight {
 constexpr int kThreads = kWarps * WARP;
 constexpr int kRowsMax = 32;                     // rows of x of a launch
 constexpr int kNumberBytes = 8 * kSlice / 2;     // numbers of a chunk
-constexpr int kSmem = 224 * 1024;               // of an SM
+constexpr int kSmem = 224 * 1024;
 constexpr int kStagesMost = 24;
 constexpr int kInt4Tiles[] = {128, 64, 32, 16};
 // SETS: scales of a weight row in a chunk. A scale is an f32 number whose last four bits are the zero point.
@@ -39,9 +39,7 @@ struct Shape {
   static constexpr int kSumFloats = kWarps * MT * 8 * (NT * 8 + 4);
   static constexpr int kSumBytes = (kSumFloats + MT * 8) * 4;
   static constexpr int kStageBytes = 2 * kChunkBytes<SETS>;
-  // The instructions of a warp depend on each other, so two CTAs share an SM where there are registers for them.
-  static constexpr int kCtas = MT == 1 && NT <= 8 ? 2 : 1;
-  static constexpr int kFit = (kSmem / kCtas - kSumBytes) / (kWarps * kStageBytes);
+  static constexpr int kFit = (kSmem - kSumBytes) / (kWarps * kStageBytes);
   static constexpr int kStages = kFit < kStagesMost ? kFit : kStagesMost;
   // Whether x of the next slice is loaded ahead: there are registers for it.
   static constexpr bool kAhead = NT * MT <= 16 && SETS * MT < 16;
@@ -63,11 +61,15 @@ __device__ __forceinline__ uint32_t select_bits(uint32_t word) {
 __device__ __forceinline__ uint32_t pair_of(uint32_t word, int pair) {
   return select_bits<0x000f000f, 0x43004300>(word >> (4 * pair));
 }
-// Returns -128 minus the zero point of a scale.
-__device__ __forceinline__ float minus_zero(uint32_t scale) {
-  return __uint_as_float(select_bits<15, 0xc300>(scale) << 16);
-}
+// Returns 128 plus the zero point of a scale, twice, in bf16.
+__device__ __forceinline__ uint32_t zero_pair(uint32_t scale) { return select_bits<15, 0x4300>(scale) * 0x00010001u; }
 __device__ __forceinline__ float scale_of(uint32_t scale) { return __uint_as_float(scale & ~15u); }
+
+__device__ __forceinline__ uint32_t subtract_pair(uint32_t a, uint32_t b) {
+  const __nv_bfloat162 difference =
+      __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&a), *reinterpret_cast<const __nv_bfloat162*>(&b));
+  return *reinterpret_cast<const uint32_t*>(&difference);
+}
 
 __device__ __forceinline__ uint32_t word_of(const uint4& words, int i) {
   return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
@@ -94,10 +96,8 @@ struct OwnWeights {
 
   // Adds the products with a slice of x. acc[m]: a row of the first chunk by rows 2c and 2c + 1 of the group m of x,
   // then a row of the second chunk, where c is the lane in its group of four.
-  // x_sums: the sums of rows 2c and 2c + 1 of x over the columns of each scale.
   template <int MT>
-  __device__ __forceinline__ void add(const uint4 (&x)[4][MT], const float (&x_sums)[SETS][MT][2],
-                                      float (&acc)[MT][4]) const {
+  __device__ __forceinline__ void add(const uint4 (&x)[4][MT], float (&acc)[MT][4]) const {
     // Independent sums hide the latency of mma.
     constexpr int kParts = SETS > 1 ? SETS : MT > 2 ? 1 : 2, kWords = 4 / kParts;
     float sum[kParts][MT][4] = {};
@@ -106,13 +106,14 @@ struct OwnWeights {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         const int i = part * kWords + j, set = part * SETS / kParts;
+        const uint32_t zeros[2] = {zero_pair(scales[0][set]), zero_pair(scales[1][set])};
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
           uint32_t a[4];
 #pragma unroll
           for (int at = 0; at < 4; ++at) {
             const int half = at % 2, pair = 2 * step + at / 2;
-            a[at] = pair_of(word_of(numbers[half], i), pair);
+            a[at] = subtract_pair(pair_of(word_of(numbers[half], i), pair), zeros[half]);
           }
 #pragma unroll
           for (int m = 0; m < MT; ++m) {
@@ -121,44 +122,18 @@ struct OwnWeights {
           }
         }
         if (j + 1 < kWords) continue;
-        // With fewer scales than parts, only one part subtracts.
-        const bool subtracts = part % (kParts / SETS) == 0;
+        const float low = scale_of(scales[0][set]), high = scale_of(scales[1][set]);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float scale = scale_of(scales[half][set]), zero = minus_zero(scales[half][set]);
-#pragma unroll
-          for (int m = 0; m < MT; ++m) {
-#pragma unroll
-            for (int row = 0; row < 2; ++row) {
-              const float products = sum[part][m][2 * half + row];
-              const float exact = subtracts ? fmaf(zero, x_sums[set][m][row], products) : products;
-              acc[m][2 * half + row] = fmaf(scale, exact, acc[m][2 * half + row]);
-            }
-          }
+        for (int m = 0; m < MT; ++m) {
+          acc[m][0] = fmaf(low, sum[part][m][0], acc[m][0]);
+          acc[m][1] = fmaf(low, sum[part][m][1], acc[m][1]);
+          acc[m][2] = fmaf(high, sum[part][m][2], acc[m][2]);
+          acc[m][3] = fmaf(high, sum[part][m][3], acc[m][3]);
         }
       }
     }
   }
 };
-
-// Adds a slice of x for each scale. x_sums[set][m]: rows 2c and 2c + 1 of the group m.
-template <int SETS, int MT>
-__device__ __forceinline__ void sum_x(const uint4 (&x)[4][MT], float (&x_sums)[SETS][MT][2]) {
-  constexpr uint32_t kOnes = 0x3f803f80;
-#pragma unroll
-  for (int set = 0; set < SETS; ++set) {
-#pragma unroll
-    for (int m = 0; m < MT; ++m) {
-      float sum[4] = {};
-#pragma unroll
-      for (int i = set * 4 / SETS; i < (set + 1) * 4 / SETS; ++i) {
-        mma(sum, kOnes, kOnes, kOnes, kOnes, x[i][m].x, x[i][m].y);
-        mma(sum, kOnes, kOnes, kOnes, kOnes, x[i][m].z, x[i][m].w);
-      }
-      x_sums[set][m][0] = sum[0], x_sums[set][m][1] = sum[1];
-    }
-  }
-}
 
 // Stores a warp's part of a tile's sums.
 template <int NT, int MT>
@@ -177,7 +152,7 @@ __device__ __forceinline__ void store_sums(float* sums, const float (&acc)[NT / 
 }
 
 template <int SETS, int NT, int MT, int EPI>
-__global__ void __launch_bounds__(kThreads, Shape<SETS, NT, MT>::kCtas)
+__global__ void __launch_bounds__(kThreads, 1)
     int4_gemm_kernel(const __grid_constant__ GemmArgs<false> args, int tiles) {
   const baton_skinny_gemm_args& p = args.get();
   using S = Shape<SETS, NT, MT>;
@@ -261,8 +236,6 @@ __global__ void __launch_bounds__(kThreads, Shape<SETS, NT, MT>::kCtas)
 #pragma unroll
         for (int m = 0; m < MT; ++m) x[i][m] = next[i][m];
       if (S::kAhead) fetch_x(slice + kWarps < slices ? slice + kWarps : warp);
-      float x_sums[SETS][MT][2];
-      sum_x<SETS, MT>(x, x_sums);
 #pragma unroll
       for (int t = 0; t < NT / 2; ++t) {
         asm volatile("cp.async.wait_group %0;" ::"n"(S::kStages - 1) : "memory");
@@ -271,7 +244,7 @@ __global__ void __launch_bounds__(kThreads, Shape<SETS, NT, MT>::kCtas)
         __syncwarp();
         load(stage);
         stage = stage + S::kStageBytes == S::kStages * S::kStageBytes ? 0 : stage + S::kStageBytes;
-        own.add(x, x_sums, acc[t]);
+        own.add(x, acc[t]);
       }
     }
     store_sums<NT, MT>(sums, acc);
@@ -375,13 +348,10 @@ bool is_served(const baton_skinny_gemm_args& p, const Device& device) {
   return p.tile <= 64 || (p.tile == 128 && p.epilogue != BATON_SKINNY_RESIDUAL);
 }
 
-int sms_max(const baton_skinny_gemm_args& p, const Device& device) { return p.grid > 0 ? p.grid : device.sm_count; }
-
-// Returns the CTAs of an SM: kCtas of the shape.
-int ctas_of(int tile, int rows) { return rows <= 8 && tile <= 64 ? 2 : 1; }
+int ctas_max(const baton_skinny_gemm_args& p, const Device& device) { return p.grid > 0 ? p.grid : device.sm_count; }
 
 // Chooses the tile of a valid call.
-int choose_tile(const baton_skinny_gemm_args& p, int sms) {
+int choose_tile(const baton_skinny_gemm_args& p, int grid) {
   if (p.tile != 0) return p.tile;
   const int rows = p.rows < kRowsMax ? p.rows : kRowsMax;
   int best = 0, least = 1 << 30;
@@ -391,8 +361,7 @@ int choose_tile(const baton_skinny_gemm_args& p, int sms) {
     // Cost of the busiest CTA in weight rows. A row of x has the bytes of four weight rows. x comes from the L2 cache,
     // at about twice the rate of the weight.
     const int read = tile > 4 * rows ? tile : (tile + 4 * rows) / 2;
-    const int ctas = ctas_of(tile, rows);
-    const int cost = divide_up(divide_up(p.n, tile), sms * ctas) * ctas * (read + 4);
+    const int cost = divide_up(divide_up(p.n, tile), grid) * (read + 4);
     if (cost < least) least = cost, best = tile;
   }
   return best;
@@ -450,7 +419,7 @@ BATON_API int32_t baton_int4_gemm_tile(const baton_skinny_gemm_args* args) {
     BATON_TRY(check_int4(*args));
     const Device* device;
     BATON_TRY(any_device(device));
-    if (is_served(*args, *device)) tile = choose_tile(*args, sms_max(*args, *device));
+    if (is_served(*args, *device)) tile = choose_tile(*args, ctas_max(*args, *device));
     return BATON_OK;
   });
   return tile;
@@ -469,12 +438,11 @@ BATON_API int32_t baton_int4_gemm(const baton_skinny_gemm_args* args, void* stre
       return fail(BATON_UNSUPPORTED, "no INT4 GEMM for epilogue %d, tile %d and compute capability %d.%d", p.epilogue,
                   p.tile, device->major, device->minor);
     }
-    const int sms = sms_max(p, *device), tile = choose_tile(p, sms), tiles = divide_up(p.n, tile);
+    const int grid = ctas_max(p, *device), tile = choose_tile(p, grid), tiles = divide_up(p.n, tile);
     for (int first = 0; first < p.rows; first += kRowsMax) {
       const baton_skinny_gemm_args part = part_of(p, first, tiles);
-      const int ctas = ctas_of(tile, part.rows), grid = sms * ctas;
       BATON_TRY(with_kernel(p.weight_block, tile, part.rows, p.epilogue, [&](auto* kernel) {
-        return launch_as(p.pdl != 0, "INT4 GEMM", kernel, dim3(tiles < grid ? tiles : grid), dim3(kThreads), kSmem / ctas,
+        return launch_as(p.pdl != 0, "INT4 GEMM", kernel, dim3(tiles < grid ? tiles : grid), dim3(kThreads), kSmem,
                          as_stream(stream), GemmArgs<false>(part), tiles);
       }));
     }
