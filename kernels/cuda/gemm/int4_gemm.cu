@@ -9,7 +9,7 @@
 // subtraction of 128 + zero point is exact. The products are added in f32 for each scale, and their sum is multiplied
 // by the f32 scale, so no product is rounded.
 //
-// Above 32 rows the GEMM runs once for every 32 rows. The later runs read most weights from the L2 cache.
+// More than 32 rows take one launch for every 32 rows, and every launch reads the weight again.
 #include <algorithm>
 
 #include "int4.h"

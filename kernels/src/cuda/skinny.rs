@@ -6,8 +6,8 @@
 //! producing GEMM multiplies its output by the norm's weight and stores partial sums of squares
 //! ([`DeferredNorm`]); the consuming GEMM scales its accumulators by the row's factor. With weights
 //! in FP8 a kernel before the GEMM computes the norm and quantizes the rows instead. When cuBLASLt
-//! runs a GEMM, separate kernels do these operations. Weights in INT4 stay packed up to the maximum
-//! rows of a skinny GEMM. For more rows a kernel widens the weight to bf16 for cuBLASLt.
+//! runs a GEMM, separate kernels do these operations. Weights in INT4 stay packed up to
+//! [`INT4_ROWS_MAX`] rows. For more rows a kernel widens the weight to bf16 for cuBLASLt.
 
 use super::{
     backend::CudaBackend,

@@ -46,7 +46,10 @@ impl ColumnGroups {
 /// point. A scale that was stored in f16 or bf16 stays exact.
 fn scale_word(scale: f32, zero: u8) -> u32 {
     let low = u32::from(MAX);
-    (scale.to_bits() + low.div_ceil(2)) & !low | u32::from(zero)
+    let rounded = f32::from_bits((scale.to_bits() + low.div_ceil(2)) & !low);
+    // The largest scales would round to infinity.
+    let rounded = if rounded.is_finite() { rounded.to_bits() } else { scale.to_bits() & !low };
+    rounded | u32::from(zero)
 }
 
 /// Returns eight numbers in a word: those of even columns in the low half, those of odd columns in

@@ -312,7 +312,8 @@ impl EngineBench {
             Some(_) => Int4Sizes::default(),
             None => int4_sizes(&checkpoint, Shard::WHOLE, args.dtype, args.device == "cuda"),
         };
-        let others = config.forward_parameter_count() - int4.packed_elements;
+        // On CPUs an embedding in INT4 is packed, and is no parameter of a forward pass.
+        let others = config.forward_parameter_count().saturating_sub(int4.packed_elements);
         let weight_bytes = args.dtype.bytes(others) + int4.packed_bytes;
         let LoadedExecutor { executor, isa, read_stream, peak_gb_per_s, parts, tuned } =
             match args.device.as_str() {

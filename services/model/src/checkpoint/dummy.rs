@@ -15,6 +15,7 @@ use crate::{
 #[derive(Clone, Debug)]
 pub(crate) struct DummyWeights {
     pub seed: u64,
+    fingerprint: u64,
     /// Groups of the columns of the matrices in INT4.
     pub column_groups: HashMap<Weight, ColumnGroups>,
 }
@@ -46,12 +47,20 @@ impl DummyWeights {
                 of_width.entry(cols).or_insert_with(|| ColumnGroups::contiguous(cols, size));
             column_groups.insert(weight, groups.clone());
         }
-        Self { seed, column_groups }
+        let fingerprint = match int4 {
+            None => seed,
+            Some(format) => {
+                // 0: a group has all columns.
+                let size = format.group_size.unwrap_or(0) as u64;
+                xxh3_64_with_seed(&size.to_le_bytes(), seed)
+            }
+        };
+        Self { seed, fingerprint, column_groups }
     }
 
     /// Returns a number that tells different weights of the same configuration apart.
     pub(crate) fn fingerprint(&self) -> u64 {
-        self.seed ^ u64::from(!self.column_groups.is_empty()).rotate_right(1)
+        self.fingerprint
     }
 
     pub(crate) fn rows(&self, weight: Weight, config: &ModelConfig) -> RandomRows {
