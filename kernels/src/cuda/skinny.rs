@@ -288,7 +288,7 @@ impl CudaBackend {
     /// Returns the weight rows per tile of a skinny GEMM, or `None` without a kernel for it.
     fn tile_of(&self, args: &ffi::SkinnyGemmArgs) -> Option<usize> {
         let functions = self.library().functions();
-        // Of all weights, only those in INT4 have blocks: the scales of FP8 are those of rows.
+        // `weight_block` is 0 except in INT4: weights in FP8 have a scale for each row.
         let tile_of = match args.weight_block {
             0 => functions.baton_skinny_gemm_tile,
             _ => functions.baton_int4_gemm_tile,

@@ -217,15 +217,15 @@ impl Scheduler {
             let index = (launched / BLOCK_TOKENS).checked_sub(1)?;
             sequence.chain.hashes().get(index).copied()
         };
-        let is_saved = !sequence.saves_state(launched)
-            || key(sequence).is_some_and(|key| self.kv.cache.has_state(key));
+        let is_cached = key(sequence).is_some_and(|key| self.kv.cache.has_state(key));
+        let saves = sequence.saves_state(launched) && !is_cached;
         let row = sequence.row_mut();
         let (state, _) = self.kv.groups.split(&row.blocks);
         let cached = mem::take(&mut row.state.cached.blocks);
         builder.plan.copies.extend(cached.iter().copied().zip(state.iter().copied()));
         builder.copied.extend(cached);
         let count = state.len() as u32;
-        if is_saved || self.kv.pool.available() < count + headroom {
+        if !saves || self.kv.pool.available() < count + headroom {
             return;
         }
         let blocks = self.kv.allocate(count).expect("availability was checked");
